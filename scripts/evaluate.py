@@ -12,9 +12,9 @@
     python scripts/evaluate.py runs/causal --head.effect tde                           # a choice at inference; so are
     python scripts/evaluate.py runs/sgg --model.prior_adjustment 0.5                   # --model.nms_threshold and more
 
-For a run folder, its best checkpoint is evaluated, with those weights (raw or averaged) whose metric made it the best.
-Several processes can share the work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean AP is
-printed in addition to COCO's metrics.
+For a run folder, its best checkpoint is evaluated, with the weights (raw or averaged) that `eval.metric_for_best`
+measures. Several processes can share the work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean
+AP is printed in addition to COCO's metrics.
 """
 
 import argparse

@@ -72,8 +72,7 @@ class Clock:
 
 
 class PictureDataset(Dataset):
-    """The images of a COCO file as squares in memory; items are (uint8 (side, side, 3), boxes xyxy in its pixels,
-    labels)."""
+    """Images of a COCO file as squares in memory: (uint8 (side, side, 3), boxes xyxy in pixels, labels from 0)."""
 
     def __init__(self, annotations: str, folder: str, side: int):
         document = json.loads(Path(annotations).read_text())
@@ -201,9 +200,8 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
 
 
 def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
-    """Train with torchvision's reference loop: Faster R-CNN on resnet18 with the anchors, widths and numbers of boxes
-    of our configuration; SGD at 0.02 for 16 images, with warm-up, and a tenth of it after 16 and 22 of 26 parts of the
-    time."""
+    """Train with torchvision's reference loop: Faster R-CNN on resnet18, with the anchors, widths and numbers of boxes
+    of our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time."""
     import yaml
     from torchvision.models import resnet18
     from torchvision.models.detection import FasterRCNN

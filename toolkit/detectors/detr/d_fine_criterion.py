@@ -177,8 +177,8 @@ class DFineCriterion(nn.Module):
         denominators: tuple,
         share: Tensor | float,
     ) -> list[Tensor]:
-        """Return the losses in the order of `_names`. `assigned` matches classes and `shared` boxes, like
-        `denominators`."""
+        """Return the losses in the order of `_names`. Classes are matched by `assigned`, boxes by `shared`;
+        `denominators` are the divisors of both, in this order."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
         target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
@@ -216,7 +216,7 @@ class DFineCriterion(nn.Module):
         return losses
 
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: QueryAssignment):
-        """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
+        """Return the loss of every logit, `(M, B, N, C)`. The target score is the IoU (vfl) or the IoU to the power of
         gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
         objects = _of_targets(targets.boxes_cxcywh, assigned.target)

@@ -116,7 +116,8 @@ class DeformableDetr(MatchedDetector):
         )
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of the Q queries after each of the L decoder layers;
+        see `Detr.forward`.
 
         The two-stage variant also returns `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)` of all P positions
         of the encoder.

@@ -139,8 +139,8 @@ class Detr(MatchedDetector):
 
 
 def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> tuple[Tensor, object]:
-    """Return the normalised states `(L, B, Q, D)` of the Q queries, D channels each, after every decoder layer (only
-    the last without auxiliary losses), and the outputs of transformers' model."""
+    """Return the normalised states `(L, B, Q, D)` of the Q queries, D channels each, after each of the L decoder layers
+    (only the last without auxiliary losses), and the outputs of transformers' model."""
     pixels = normalize_images(
         images,
         sizes,

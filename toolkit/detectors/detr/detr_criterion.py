@@ -92,7 +92,7 @@ def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
 
 
 class MatchingCosts(NamedTuple):
-    """Weights of the three terms of the matching cost; the paper's by default."""
+    """Weights of the three terms of the matching cost; the defaults are those of the DETR paper."""
 
     class_cost: float = 1.0
     bbox_cost: float = 5.0
@@ -162,7 +162,8 @@ def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: QueryMatches
     """Return `loss_bbox` (L1 of cxcywh as fractions) and `loss_giou` (1 - GIoU), each summed over the matches of a
     layer, `(L,)`.
 
-    boxes_cxcywh: `(L, B, Q, 4)` predictions of L layers. Every layer must have the same number of matches.
+    boxes_cxcywh: `(L, B, Q, 4)` predictions of L layers with Q queries. Every layer must have the same number of
+    matches.
     """
     predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
     target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
@@ -273,7 +274,8 @@ class DetrCriterion(nn.Module):
         """Compute losses and metrics of a batch.
 
         Args:
-            logits: `(L, B, Q, C + 1)`; first decoder layer first, the last layer is the main output.
+            logits: `(L, B, Q, C + 1)` of Q queries in L decoder layers; first decoder layer first, the last layer is
+                the main output.
             boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
             targets: per image, see `pad_targets`; on any device.
             denominators: `boxes` and `class_weights`, the divisors of the sums.
@@ -281,7 +283,7 @@ class DetrCriterion(nn.Module):
         Returns:
             losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count): `class_error` in percent over matched queries of the last layer,
-                `cardinality_error` (of every layer) in boxes per image.
+            `cardinality_error` (of every layer) in boxes per image.
         """
         with torch.autocast(logits.device.type, enabled=False):
             logits = full_precision(logits)

@@ -107,8 +107,8 @@ class FocalCriterion(nn.Module):
 
         Args:
             outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
-                first decoder layer first; with `encoder` also `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)`
-                of P proposals.
+                for L layers, the first decoder layer first, and Q queries; with `encoder` also `encoder_logits (B, P,
+                C)` and `encoder_boxes (B, P, 4)` of P proposals.
             targets: per image, see `pad_targets`; on any device.
             denominators: `boxes`, the divisor of every sum.
             groups: number of groups that the queries (and proposals) consist of, one after another; every group is
@@ -190,8 +190,8 @@ def match_focal(
 ) -> QueryMatches:
     """Assign queries to targets in every layer, with the focal class cost of Deformable DETR.
 
-    logits: `(L, B, Q, C)`. boxes_cxcywh: `(L, B, Q, 4)`. Each of the `groups` of queries is matched by itself, so that
-    in every layer a target is matched once for each group.
+    logits: `(L, B, Q, C)` of L layers and Q queries. boxes_cxcywh: `(L, B, Q, 4)`. Each of the `groups` of queries is
+    matched by itself, so that in every layer a target is matched once for each group.
     """
     size = logits.shape[2] // groups
     logits = _groups_as_layers(logits, groups)

@@ -51,12 +51,12 @@ def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
 
 
 def start_at_prior_(class_head: nn.Linear) -> None:
-    """Initialise the bias so that every score is `PRIOR_SCORE`."""
+    """Set the bias of a class head, in place, so that every score starts near `PRIOR_SCORE`."""
     nn.init.constant_(class_head.bias, -math.log((1 - PRIOR_SCORE) / PRIOR_SCORE))
 
 
 def start_at_zero_(head: nn.Module) -> None:
-    """Initialise the last layer of a head to 0."""
+    """Set weight and bias of the last layer of a head to 0, in place."""
     nn.init.zeros_(head.layers[-1].weight)
     nn.init.zeros_(head.layers[-1].bias)
 

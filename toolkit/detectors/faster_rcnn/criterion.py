@@ -72,7 +72,7 @@ def match_candidates(
 def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
     """Return the share of each candidate's area that lies in each region; 0 for candidates without area.
 
-    Candidates (..., A, 4) and regions (..., T, 4) give (..., T, A).
+    A candidates (..., A, 4) and T regions (..., T, 4) give (..., T, A).
     """
     candidates = candidates_xyxy[..., None, :, :]
     regions = regions_xyxy[..., :, None, :]

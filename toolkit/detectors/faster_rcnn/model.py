@@ -101,7 +101,8 @@ class FasterRCNN(Detector):
 
     @property
     def box_head(self) -> nn.Module:
-        """Return the module that converts pooled features (R, C, 7, 7) to vectors (R, `representation_size`)."""
+        """Return the module that converts pooled features (R, C, 7, 7) of R boxes to vectors (R,
+        `representation_size`)."""
         return self.roi_heads.box_head
 
     def features(
@@ -213,8 +214,8 @@ class FasterRCNN(Detector):
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return the number of images: losses are means over an image's samples, averaged over images, so the number of
-        other ranks' samples is not needed."""
+        """Return the number of images. Losses are means over the samples of an image, averaged over images, so the
+        number of samples on other ranks is not needed."""
         return {"images": float(len(targets))}
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
@@ -326,13 +327,13 @@ class FasterRCNN(Detector):
         Args:
             features, images_hw: the results of `features`.
             top_k: largest number of detections per image; the best are kept.
-            further_boxes: (K, 4) per image, boxes that are classified in addition to the detector's own proposals.
+            further_boxes: (M, 4) per image, M boxes that are classified in addition to the detector's own proposals.
             outputs: result of `from_features` on these maps in evaluation, if available; ignored with `further_boxes`.
 
         Returns:
-            a dict per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores
-            (K,), logits (K, 1 + C) and boxes_per_class (K, 1 + C, 4), both with background first, and on_host, a dict
-            with `boxes` on the CPU.
+            a dict per image with its K detections, best first, in pixels of the model's images: boxes (K, 4), labels
+            (K,) from 0, scores (K,), logits (K, 1 + C) and boxes_per_class (K, 1 + C, 4), both with background first,
+            and on_host, a dict with `boxes` on the CPU.
         """
         heads = self.roi_heads
         if further_boxes is None:
@@ -449,7 +450,7 @@ def of_one_class_each(
 ) -> list[dict[str, object]]:
     """Choose detections from proposals as `FasterRCNN.detect_with_logits` does, and return the same dicts.
 
-    logits (P, 1 + C) and boxes (P, 1 + C, 4) are of the proposals of all images, and `counts` is their number per
+    logits (P, 1 + C) and boxes (P, 1 + C, 4) are of the P proposals of all images, and `counts` is their number per
     image.
     """
     limits = limits_whwh(images_hw, logits.device)[:, None, None]

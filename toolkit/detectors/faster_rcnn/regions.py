@@ -1,5 +1,6 @@
-"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU (torchvision goes image by image
-and waits for each; on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each box."""
+"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU (torchvision processes the
+images one by one and waits for each; on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each
+box."""
 
 import math
 from collections.abc import Mapping, Sequence

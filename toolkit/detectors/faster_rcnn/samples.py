@@ -91,7 +91,7 @@ def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
     """Return the matches (B, A) of `match_candidates` for each image of a batch.
 
-    candidates_xyxy: (A, 4) if all images have the same candidates, else (B, A, 4).
+    candidates_xyxy: (A, 4) if all images have the same A candidates, else (B, A, 4).
     """
     at_once = 1
     images = len(truths.counts)
@@ -125,7 +125,7 @@ def sampled_anchors(
     settings: Sampler,
     draw: Draw,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sample K of the anchors (A, 4) for each image; return their rows (B, K), and a dict of their `match`, `weights`
+    """Sample K of the A anchors (A, 4) for each image; return their rows (B, K), and a dict of their `match`, `weights`
     (B, K) and `targets` (B, K, 4)."""
     images = len(truths.counts)
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
@@ -175,8 +175,8 @@ def sampled_boxes(
 
 
 def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
-    """Return the deltas (B, K, 4) from candidates (B, K, 4) to the objects that they match; 0 for candidates without a
-    match.
+    """Return the deltas (B, K, 4) from K candidates per image (B, K, 4) to the objects that they match; 0 for
+    candidates without a match.
 
     match: (B, K), see `match_candidates`. weights: factors on the four deltas.
     """

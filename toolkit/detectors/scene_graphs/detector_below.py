@@ -76,8 +76,8 @@ class DetectorBelow(nn.Module):
             setattr(self, name, getattr(inner, name))
 
     def make_box_head(self) -> nn.Module:
-        """Build a box head with random weights that converts (R, C, 7, 7) to (R, `representation_size`); the detector
-        has none."""
+        """Build a box head with random weights that converts the pooled features (R, C, 7, 7) of R boxes to (R,
+        `representation_size`); the detector has none."""
         return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
 
     def features(
@@ -234,7 +234,7 @@ def distribution_logits(scores: Tensor) -> Tensor:
 
 
 def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:
-    """Return class scores (R, C) for the boxes `given` (R, 4) of an image, taken from its predictions, boxes (N, 4) and
+    """Return class scores (R, C) for R boxes, `given` (R, 4), of an image, taken from its predictions, boxes (N, 4) and
     scores (N, C).
 
     Each given box gets the scores of the prediction with the largest IoU x score among those with an IoU of at least

@@ -48,8 +48,8 @@ class DecoderStates:
         self.last: Tensor | None = None
 
     def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (B, count, L, D) of all L layers, and last states (B, count, D), of only the last
-        `count` queries. These are the queries that detect; denoising queries come before them."""
+        """Return queries and keys (B, count, L, D) of all L layers with D channels, and last states (B, count, D), of
+        only the last `count` queries. These are the queries that detect; denoising queries come before them."""
         queries = torch.stack([layer[:, -count:] for layer in self.queries], 2)
         keys = torch.stack([layer[:, -count:] for layer in self.keys], 2)
         return queries, keys, self.last[:, -count:]
@@ -109,7 +109,7 @@ class EgtrHead(nn.Module):
     @torch.no_grad()
     def start_from(self, counts: Tensor) -> None:
         """Set the table of frequencies from counts (C, C, P) of training relations by class of subject, class of object
-        and predicate, without background.
+        and predicate (P predicates), without background.
 
         As in the original, the table holds the logarithm of the counts. A predicate that two classes never had counts
         as a share of 1e-12; two classes that never had any predicate get 0.
@@ -124,7 +124,8 @@ class EgtrHead(nn.Module):
         and objects in dimension 2.
 
         Args:
-            queries, keys: (B, Q, L, D) of the decoder's self-attention in its L layers, before they are scaled.
+            queries, keys: (B, Q, L, D) of Q queries with D channels in the self-attention of the L decoder layers,
+                before they are scaled.
             states: (B, Q, D) of the last layer.
             labels: (B, Q), the most probable class of each query, from 0.
         """
@@ -331,9 +332,9 @@ class EGTR(GraphDetector):
         any relation, and the softmax values of both classes.
 
         Returns:
-            per image `boxes (M, 4)`, `scores (M,)` (sigmoids) and `labels (M,)` from 0 of the queries whose score is
-            above `score_threshold`; for the `top_k` best pairs of these, best first, `pairs (P, 2)`, rows of subject
-            and object, `predicate_scores (P, predicates)`, `predicates (P,)` and `triplet_scores (P,)`.
+            per image `boxes (M, 4)`, `scores (M,)` (sigmoids) and `labels (M,)` from 0 of the M queries whose score is
+            above `score_threshold`; for the P best pairs of these, at most `top_k`, best first, `pairs (P, 2)`, rows of
+            subject and object, `predicate_scores (P, predicates)`, `predicates (P,)` and `triplet_scores (P,)`.
         """
         graphs = []
         fields = to_host(self._ranked(outputs, orig_sizes, score_threshold, top_k))

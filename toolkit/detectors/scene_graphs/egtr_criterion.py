@@ -23,8 +23,8 @@ from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_foc
 
 @dataclass
 class RelationSampling:
-    """Which entries (subject, object, predicate) of an image count in the predicate loss, in addition to the annotated
-    ones.
+    """The choice of the entries (subject, object, predicate) of an image that count in the predicate loss in addition
+    to the annotated ones.
 
     unrelated: for each annotated relation, the number of entries between two objects that do not have that predicate.
     unmatched: for each annotated relation, the number of entries with a query that is not matched to an object.
@@ -38,7 +38,7 @@ class RelationSampling:
 
 
 def relations_of(target: Mapping) -> Tensor:
-    """Return the relations (R, 3), subject, object and predicate from 0, of an image, on the host. Duplicates and
+    """Return the R relations (R, 3) of an image, subject, object and predicate from 0, on the host. Duplicates and
     relations of crowd regions are left out."""
     host = on_host(target)
     relations = host["relations"]

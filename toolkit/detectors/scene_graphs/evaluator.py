@@ -74,12 +74,13 @@ class SceneGraphEvaluator:
         """Return the metrics of predictions for all images.
 
         Args:
-            predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
-                (-1: no class), `pairs (P, 2)`, best first, and `predicate_scores (P, predicates)` or instead the result
-                of `compact_graph`. If boxes are given (predcls, sgcls), also the annotated graph of these boxes:
-                `true_labels (N,)`, `true_relations (R, 3)` and `true_attributes (N, A)`, if any. Boxes and graph are
-                then both without a box that resizing has left without width. A prediction without `pairs` has no
-                relations. `attribute_scores (M, attributes)` is optional.
+            predictions: for every image id the M objects, `boxes (M, 4)` xyxy in original pixels, `scores (M,)`,
+                `labels (M,)` from 0 (-1: no class), and P pairs of them, `pairs (P, 2)`, best first, and
+                `predicate_scores (P, predicates)` or instead the result of `compact_graph`. If boxes are given
+                (predcls, sgcls), also the annotated graph of these boxes: `true_labels (N,)`, `true_relations (R, 3)`
+                and `true_attributes (N, A)`, if any. Boxes and graph are then both without a box that resizing has left
+                without width. A prediction without `pairs` has no relations. `attribute_scores (M, attributes)` is
+                optional.
 
         Returns:
             `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`; if labels are predicted,
@@ -187,7 +188,7 @@ def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
 
 
 def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
-    """Divide the predicates by their frequency in training, `trained_relations` (P,): return the labels of the most
+    """Divide P predicates by their frequency in training, `trained_relations` (P,): return the labels of the most
     frequent third (head), of the next (body) and of the last (tail), without empty groups.
 
     VG150's 50 predicates give 16, 17 and 17, as in Li et al., CVPR 2021. Of equally frequent predicates the lower label
@@ -219,8 +220,8 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
     """Return the R-precision of attributes: of each object with k annotated attributes, the k best predictions count,
     and the result is the share of all annotated attributes that are among them. None if no object has attributes.
 
-    attributes: per image (N, A) ids from 1, 0 after the last. scores: per image (N, attributes), of the same objects.
-    Of attributes with equal scores, the lower id ranks first.
+    attributes: per image (N, A) ids from 1, at most A per object, 0 after the last. scores: per image (N, attributes),
+    of the same objects. Of attributes with equal scores, the lower id ranks first.
     """
     hits = annotated = 0
     for ids, of_objects in zip(attributes, scores, strict=True):
@@ -237,8 +238,9 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
 
 
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
-    """Return `boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row and, if the table has them, `attributes
-    (N, A)`. Crowd regions and their relations are left out; relations refer to the boxes that are kept."""
+    """Return `boxes (N, 4)`, `labels (N,)` and R `relations (R, 3)` of a table row and, if the table has them,
+    `attributes (N, A)`, at most A per object. Crowd regions and their relations are left out; relations refer to the
+    boxes that are kept."""
     objects = row["objects"]
     relations = row["relations"]
     keep = objects["iscrowd"] == 0
@@ -270,9 +272,10 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
 
 
 def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
-    """Return the triplets (Z, 3) of subject class, object class and predicate in `table` that training did not have.
+    """Return the Z triplets (Z, 3) of subject class, object class and predicate in `table` that training did not have.
 
-    seen: (C, C, P) bool, the triplets that training had. Classes and predicates are counted from 0.
+    seen: (C, C, P) bool for C classes and P predicates, the triplets that training had. Classes and predicates are
+    counted from 0.
     """
     triplets: set[Sequence[int]] = set()
     for row in map(table.row, range(len(table))):
@@ -286,7 +289,7 @@ def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
 
 
 def load_triplets(file: str | Path) -> np.ndarray:
-    """Load triplets (Z, 3) int64 of subject class, object class and predicate. They are counted from 1 in the file,
+    """Load Z triplets (Z, 3) int64 of subject class, object class and predicate. They are counted from 1 in the file,
     from 0 in the result.
 
     The file is CSV with one header line, or the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark. Raises

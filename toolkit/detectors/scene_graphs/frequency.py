@@ -17,7 +17,7 @@ PAIRS_PER_CHUNK = 1024  # 1,024 x 151^2 joint probabilities are 93 MB
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
-    """Return the ordered pairs (K, 2) of boxes of one image that share area; if no boxes do, all ordered pairs."""
+    """Return the K ordered pairs (K, 2) of boxes of one image that share area; if no boxes do, all ordered pairs."""
     other = ~np.eye(len(boxes_xyxy), dtype=bool)
     overlap = intersection_area(boxes_xyxy[:, None], boxes_xyxy[None]) > 0
     pairs = np.argwhere(overlap & other)
@@ -28,7 +28,7 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     """Count the relations and the candidate pairs of the training split by class of subject and object.
 
     Args:
-        images: per image `boxes` (N, 4) xyxy, `labels` (N,) from 1, and `relations` (R, 3), subject, object and
+        images: per image `boxes` (N, 4) xyxy, `labels` (N,) from 1, and R `relations` (R, 3), subject, object and
             predicate from 1; without relations between boxes that do not overlap, but with duplicates.
         num_classes, num_predicates: C and P, with background.
 
@@ -71,8 +71,8 @@ def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[d
 
 
 def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
-    """Return log(share + 1e-3), (C, C, P) float32, where share is that of each predicate among the pairs of two
-    classes.
+    """Return log(share + 1e-3), (C, C, P) float32, where share is the share of each of P predicates among the pairs of
+    two classes.
 
     relations, candidates: see `count_predicates`. The count of predicate 0, no relation, is the number of candidate
     pairs plus 1.
@@ -84,7 +84,7 @@ def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
 
 
 def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
-    """Return weights (P,) float32 for the predicate loss that are larger for rarer predicates.
+    """Return weights (P,) float32 of the P predicates for the predicate loss, larger for rarer predicates.
 
     relations: (C, C, P), see `count_predicates`. A predicate has the weight (largest count / its count) ** power; these
     weights are then scaled so that the weighted number of relations stays the same. Background and predicates without
@@ -94,9 +94,9 @@ def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
 
 
 def class_balanced_weights(relations: np.ndarray, beta: float) -> Tensor:
-    """Return weights (P,) float32 (1 - beta) / (1 - beta ** count), the inverse of the effective number of relations
-    (Cui et al., CVPR 2019, equation 3). Background, predicates without relations and the scale are as in
-    `predicate_weights`."""
+    """Return weights (P,) float32 of the P predicates, (1 - beta) / (1 - beta ** count), the inverse of the effective
+    number of relations (Cui et al., CVPR 2019, equation 3). Background, predicates without relations and the scale are
+    as in `predicate_weights`."""
     return _scaled_weights(relations, lambda counts: (1 - beta) / -np.expm1(counts * np.log(beta)))
 
 
@@ -113,8 +113,8 @@ def _scaled_weights(relations: np.ndarray, weight_of: Callable[[np.ndarray], np.
 
 
 def log_prior(relation_counts: Tensor) -> Tensor:
-    """Return the logarithm of each predicate's share of all relations, (P,) float32, and 0 for the background. A
-    predicate without relations counts as if it had one.
+    """Return the logarithm of the share of all relations that each of P predicates has, (P,) float32, and 0 for the
+    background. A predicate without relations counts as if it had one.
 
     relation_counts: (C, C, P), see `count_predicates`.
     """
@@ -139,11 +139,12 @@ class FrequencyBias(nn.Module):
 
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
-        """Set the table to `log_frequency` (C, C, P)."""
+        """Set the table to `log_frequency` (C, C, P), by class of subject, class of object and predicate."""
         self.table.weight.copy_(log_frequency.flatten(0, 1))
 
     def forward(self, subjects: Tensor, objects: Tensor) -> Tensor:
-        """Return the predicate logits (R, P) of R pairs from the class labels (R,) of their subjects and objects."""
+        """Return the logits (R, P) of P predicates for R pairs from the class labels (R,) of their subjects and
+        objects."""
         return self.table(subjects * self.num_classes + objects)
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:

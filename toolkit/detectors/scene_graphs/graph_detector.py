@@ -51,7 +51,8 @@ class GraphDetector(Detector):
         """Store the counts of the training split in buffers, which are saved with the weights.
 
         Args:
-            relations, candidates: results of `count_predicates`, (C, C, P) and (C, C), with background.
+            relations, candidates: results of `count_predicates`, (C, C, P) and (C, C), for C classes and P predicates
+                with background.
             seen: (C - 1, C - 1, P - 1) bool, the triplets of the training split, including those between boxes that do
                 not overlap.
         """

@@ -59,9 +59,9 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
     """Draw one PNG with `count` images of a table, always the same ones, with the annotated graph on the left and the
     predicted one on the right.
 
-    The number of triplets drawn is that of the annotated relations (at least 5, at most 12); the best are drawn,
-    correct ones in green. A text below each picture lists these triplets, and their total number if not all are drawn.
-    A triplet is correct if its classes and predicate are those of an annotated relation and both boxes overlap the
+    As many triplets are drawn as there are annotated relations (at least 5, at most 12); the best are drawn, correct
+    ones in green. A text below each picture lists these triplets, and their total number if not all are drawn. A
+    triplet is correct if its classes and predicate are those of an annotated relation and both boxes overlap the
     annotated boxes with an IoU of at least 0.5.
 
     Args:
@@ -77,11 +77,11 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
-    """Return (T,) bool, whether each predicted triplet is correct in the sense of `draw_graphs`.
+    """Return (T,) bool, whether each of T predicted triplets is correct in the sense of `draw_graphs`.
 
     Args:
         triplets: (T, 3) subject, object, predicate; subject and object are rows of `boxes`.
-        boxes, labels: (M, 4) and (M,) predictions.
+        boxes, labels: (M, 4) and (M,) of the M predicted objects.
         truth: the annotated graph, see `true_graph`.
     """
     ends = truth["relations"][:, :2]
@@ -241,8 +241,8 @@ def draw_found(
 def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> str:
     """Return the text below a graph in which `drawn` of `count` relations are drawn; "" if all are.
 
-    most, least_score: the largest number and the smallest score of relations to be drawn, which explain the others'
-    absence.
+    most, least_score: the largest number and the smallest score of relations to be drawn, which explain why the other
+    relations are not drawn.
     """
     if drawn == count:
         return "" if count else "no relations"

@@ -78,12 +78,13 @@ def evaluate_scene_graphs(
 
     Args:
         truths: per image `boxes` (N, 4) xyxy pixels, `labels` (N,), `relations` (R, 3) subject, object, predicate.
-        predictions: per image, in the same pixels: `boxes` (M, 4), `labels` (M,), `scores` (M,), `pairs` (P, 2) rows of
-            `boxes`, best first (the order is not checked), and `predicate_scores` (P, num_predicates) without
-            background, or instead the result of `compact_graph`. In predcls, boxes, labels and scores come from the
-            truth.
+        predictions: per image, in the same pixels: M objects, `boxes` (M, 4), `labels` (M,), `scores` (M,), and P
+            pairs, `pairs` (P, 2) rows of `boxes`, best first (the order is not checked), and `predicate_scores` (P,
+            num_predicates) without background, or instead the result of `compact_graph`. In predcls, boxes, labels and
+            scores come from the truth.
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
-        zero_shot: (Z, 3) subject class, object class and predicate of triplets never seen in training; None: zR is NaN.
+        zero_shot: (Z, 3) subject class, object class and predicate of the Z triplets never seen in training; None: zR
+            is NaN.
         iou_threshold: smallest IoU of a match, with 1 added to widths and heights, as usual in the field.
         top: the values of K.
         protocol: "original", as for published numbers, leaves images without a predicted pair out of every mean, and a

@@ -29,8 +29,9 @@ class SampledPairs:
 
 
 def annotated_graph(target: Mapping) -> dict[str, Tensor]:
-    """Return `boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; labels, objects
-    and predicates are counted from 0. For a target with attributes, also `attributes (N, A)`, counted from 1."""
+    """Return `boxes (N, 4)`, `labels (N,)` and R `relations (R, 3)` of a target, without crowd regions; labels, objects
+    and predicates are counted from 0. For a target with attributes, also `attributes (N, A)`, at most A per object,
+    counted from 1."""
     keep = target["iscrowd"] == 0
     relations = target["relations"]
     relations = relations[keep[relations[:, :2]].all(1)]
@@ -303,7 +304,7 @@ def relation_matrix(
     one_of_each: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Convert relations (R, 3), subject, object and predicate from 1, to a matrix (n, n) int64 of n objects with one
+    """Convert R relations (R, 3), subject, object and predicate from 1, to a matrix (n, n) int64 of n objects with one
     predicate for each ordered pair, and 0 for pairs without a relation.
 
     For a pair that is annotated more than once, one of its predicates is drawn at random in every call. With
@@ -376,8 +377,8 @@ def sample_detected_boxes(
     A detection stands for an annotated object if it has the same label and an IoU above `fg_iou` (1 is added to widths
     and heights). Of the pairs of detections that stand for one relation, at most `per_relation` are drawn, with weights
     IoU_subject x IoU_object; one pair may have several labels. Background pairs are two detections with a label that
-    stand for no relation and, if `require_overlap`, have 0 < IoU < 1. If there is no pair, but a detection, the result
-    is the one row 0, 0 without relation.
+    stand for no relation and, if `require_overlap`, have 0 < IoU < 1. If this gives no pairs at all, the result is the
+    one row 0, 0 without relation, provided that there is a detection.
 
     Args:
         boxes_xyxy, labels: (n, 4) and (n,) of the detections; label 0 means that a detection overlaps no object.
@@ -430,8 +431,9 @@ def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) ->
 
 
 def pairs_to_ask(boxes_xyxy: Tensor, require_overlap: bool = False) -> Tensor:
-    """Return all ordered pairs (K, 2) of different objects of one image; if `require_overlap`, only those whose boxes
-    overlap (1 is added to widths and heights). If there is no such pair, but an object, the result is [[0, 0]]."""
+    """Return the K ordered pairs (K, 2) of different objects of one image: all of them, or, if `require_overlap`,
+    those whose boxes overlap (1 is added to widths and heights). An image with objects but without such pairs gives
+    [[0, 0]]."""
     count = len(boxes_xyxy)
     allowed = ~torch.eye(count, dtype=torch.bool, device=boxes_xyxy.device)
     if require_overlap:

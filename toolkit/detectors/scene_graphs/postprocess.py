@@ -120,9 +120,9 @@ def rank_triplets(
     by predicate probability x both scores; equal ones are in the order of the pairs.
 
     Returns `boxes` (N, 4), `labels` (N,) from 0 (-1 if all classes were excluded) and `scores` (N,) of N objects; and
-    of R pairs `pairs` (R, 2) rows of `boxes`, `predicate_scores` (R, P - 1) without "no relation" and not renormalised,
-    `predicates` (R,) from 0, `triplet_scores` (R,), and `annotated` (R,) bool if boxes are given and the batch has the
-    annotation.
+    of R pairs `pairs` (R, 2) rows of `boxes`, `predicate_scores` (R, P - 1) of the P predicates without "no relation",
+    not renormalised, `predicates` (R,) from 0, `triplet_scores` (R,), and `annotated` (R,) bool if boxes are given and
+    the batch has the annotation.
     """
     probability = output.object_logits.float().softmax(1)
     probability[:, 0] = 0.0

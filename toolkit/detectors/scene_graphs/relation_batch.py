@@ -87,7 +87,7 @@ def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
 
 
 def of_images(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the sums (B,) of the rows (R,) of each image. counts: number of rows of each image."""
+    """Return the sums (B,) of the rows of each image, (R,) in all. counts: number of rows of each image."""
     return pad_rows(rows, counts).sum(1)
 
 
@@ -102,10 +102,10 @@ def predicate_loss(
     of each image, both (B,).
 
     Args:
-        logits: (R, P).
+        logits: (R, P) of P predicates for R pairs.
         labels: (R,).
         counts: number of pairs of each image.
-        smoothing: e, with which the target of the right predicate is 1 - e, and e / P is added to that of every
+        smoothing: e, with which the target of the right predicate is 1 - e, and e / P is added to the target of every
             predicate.
         weights: (P,) weight of each predicate. The denominator is the sum of the weights of the labels; without
             weights, the number of pairs.
@@ -168,8 +168,8 @@ def attribute_loss(
     """Return `loss_refine_att`, the sum of the binary cross-entropy over the objects with attributes of each image, and
     its denominator, the number of terms in the sum, both (B,).
 
-    logits: (N, num_attributes). attributes: (N, A) ids. counts: number of objects of each image. As in the published
-    program, the sum is weighted by num_attributes / `scale`.
+    logits: (N, num_attributes). attributes: (N, A) ids, at most A per object. counts: number of objects of each image.
+    As in the published program, the sum is weighted by num_attributes / `scale`.
     """
     num_attributes = logits.shape[1]
     targets, has_any = attribute_targets(attributes, num_attributes)
@@ -185,8 +185,8 @@ def mean(total: Tensor, count: Tensor) -> Tensor:
 
 
 def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
-    """Convert attribute ids (N, A) from 1, 0 after the last, to targets (N, num_attributes) float32 0 or 1, and (N,)
-    bool, True for objects with any attribute."""
+    """Convert attribute ids (N, A) from 1, at most A per object, 0 after the last, to targets (N, num_attributes)
+    float32 0 or 1, and (N,) bool, True for objects with any attribute."""
     listed = (attributes > 0).cumprod(1)
     targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
     targets.scatter_(1, attributes * listed, 1.0)  # ids after the end are written to column 0 ...

@@ -187,8 +187,9 @@ def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
 
 
 def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the relations and the candidate pairs of a training split, see `count_predicates`, and (C, C, P) bool,
-    without background: which triplets of subject class, object class and predicate occur in it.
+    """Return the relations and the candidate pairs of a training split, see `count_predicates`, and (C, C, P) bool for
+    C classes and P predicates without background: which triplets of subject class, object class and predicate occur in
+    it.
 
     pairs_apart: also count relations between boxes that share no area.
     """

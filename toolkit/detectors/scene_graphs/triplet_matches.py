@@ -34,7 +34,7 @@ class TripletMatches:
     given_pairs: np.ndarray
 
     def first_rank(self, matches: np.ndarray) -> np.ndarray:
-        """Return the rank (R,) int64 of the best prediction that finds each relation; the largest int64 if no
+        """Return the rank (R,) int64 of the best prediction that finds each of the R relations; the largest int64 if no
         prediction does.
 
         matches: one of the three arrays of matches.
@@ -44,7 +44,7 @@ class TripletMatches:
         return rank
 
     def rows(self, matches: np.ndarray) -> np.ndarray:
-        """Return matches as rows (M, 3) of image, rank, and index of the relation in its image, sorted.
+        """Return M matches as rows (M, 3) of image, rank, and index of the relation in its image, sorted.
 
         matches: one of the three arrays of matches.
         """
@@ -96,8 +96,8 @@ def _concatenate_field(parts: list[np.ndarray], name: str) -> np.ndarray:
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
     """Return a smaller form of a prediction that gives the same results in `match_relations` with this `keep`.
 
-    `predicate_scores` is replaced by `predicates (P,)`, the best predicate of each pair, and `combinations (<= keep,
-    2)` int32, see `best_combinations`; `two_predicates` and `two_scores` of `best_two` are added.
+    `predicate_scores` is replaced by `predicates (P,)`, the best predicate of each of the P pairs, and `combinations
+    (<= keep, 2)` int32, see `best_combinations`; `two_predicates` and `two_scores` of `best_two` are added.
     """
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
@@ -121,8 +121,8 @@ def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray
 
 
 def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two best predicates (P, 2) of each pair of an image, from 0, best first, and their scores (P, 2); both
-    are (P, 1) if there is only one predicate."""
+    """Return the two best predicates (P, 2) of each of the P pairs of an image, from 0, best first, and their scores
+    (P, 2); both are (P, 1) if there is only one predicate."""
     if "two_predicates" in prediction:
         return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
     scores = torch.from_numpy(np.require(prediction["predicate_scores"], requirements="W"))
@@ -134,9 +134,9 @@ def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, kee
     """Return the row of the pair and the predicate, (<= keep, 2) int64, of the best combinations of an image, best
     first.
 
-    predicate_scores: (P, predicates), multiplied by pair_scores: (P,). The best `keep` combinations are among the
-    `keep` pairs whose best predicate scores highest, so only the combinations of these pairs are sorted. Equal scores
-    are in the order of pairs, then predicates.
+    predicate_scores: (P, predicates) of P pairs, multiplied by pair_scores: (P,). The best `keep` combinations are
+    among the `keep` pairs whose best predicate scores highest, so only the combinations of these pairs are sorted.
+    Equal scores are in the order of pairs, then predicates.
     """
     scores = np.asarray(predicate_scores)
     count = np.shape(predicate_scores)[1]
@@ -162,8 +162,8 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float = 0.5) -> np.ndarray:
-    """Return the annotated object (M,) that each predicted box is assigned to, -1 for none; each object has at most one
-    box.
+    """Return the annotated object (M,) that each of M predicted boxes is assigned to, -1 for none; each object has at
+    most one box.
 
     As in COCO's AP, boxes are assigned in the order of their scores (of equal scores, the earlier box first): each to
     the object of its class that it overlaps most, with an IoU of at least `iou_threshold`, among those that have no box
@@ -234,7 +234,8 @@ class _Chunk:
         self.candidates = (self._box_matches(0), self._box_matches(1))
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
-        """Return padded (images, slots, ...) arrays; a padded slot has class -2, which equals no class."""
+        """Set the padded arrays (images, slots, ...) of the annotated relations; a padded slot has class -2, which
+        equals no class."""
         shape = (len(truths), int(self.counts.max(initial=0)))
         self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
         self.end_boxes = np.zeros((*shape, 2, 4), np.float32)
@@ -267,7 +268,8 @@ class _Chunk:
         return np.ascontiguousarray(bits).view(np.uint64)
 
     def _candidates(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
+        """Return matches of pairs (n, 2) with relations whose ends both boxes may be: row of the pair, in ascending
+        order, and slot of the relation."""
         subjects, objects = self.candidates
         hit = subjects[pairs[:, 0]] & objects[pairs[:, 1]]  # (n, words), a bit for each slot
         (rows,) = hit.any(1).nonzero()

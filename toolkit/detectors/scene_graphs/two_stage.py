@@ -369,13 +369,13 @@ class SceneGraph(GraphDetector):
         score_threshold: if boxes are detected, objects with this score or less are left out, and so are their pairs.
 
         Returns:
-            per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1 if all classes were excluded, see
-            `late_nms`); `pairs (P, 2)`, best first, `predicate_scores (P, predicates)`, `predicates (P,)` and
-            `triplet_scores (P,)` of the `top_k` best pairs (recall at K <= top_k needs no others) and, if boxes are
-            given, of all annotated pairs (accuracy needs them). If boxes are given, also `true_labels (M,)`,
-            `true_relations (R, 3)` and, for data with attributes, `true_attributes (M, A)` ids. `attribute_scores (M,
-            attributes)` if the model predicts attributes, but not in sgdet with targets: no metric uses them there, and
-            for 26,000 images they are 1.6 GB.
+            per image M objects, `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1 if all classes were excluded,
+            see `late_nms`), and P pairs of them, `pairs (P, 2)`, best first, `predicate_scores (P, predicates)`,
+            `predicates (P,)` and `triplet_scores (P,)` of the `top_k` best pairs (recall at K <= top_k needs no others)
+            and, if boxes are given, of all annotated pairs (accuracy needs them). If boxes are given, also `true_labels
+            (M,)`, R relations, `true_relations (R, 3)`, and, for data with attributes, `true_attributes (M, A)` ids, at
+            most A per object. `attribute_scores (M, attributes)` if the model predicts attributes, but not in sgdet
+            with targets: no metric uses them there, and for 26,000 images they are 1.6 GB.
         """
         output = outputs["output"]
         if self.prior_adjustment:

@@ -116,8 +116,8 @@ class UnionFeatures(nn.Module):
         images_hw: Sequence[tuple[int, int]] | None = None,
         on_host: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the features (R, U) of the R pairs, and, with `separate_spatial`, the features (R, U) of the positions
-        of their boxes, else None.
+        """Return features (R, U) of the R pairs, U numbers each, and, with `separate_spatial`, such features of the
+        positions of their boxes, else None.
 
         In evaluation, `PAIRS_PER_CHUNK` pairs are computed at once, so that an image with hundreds of objects fits the
         memory.

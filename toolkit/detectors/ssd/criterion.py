@@ -1,7 +1,7 @@
 """Anchors, matching and multibox loss of SSD (Liu et al., ECCV 2016), as CVNets (apple/ml-cvnets) defines them.
 
-Boxes are fractions of the image, so square anchors are not square in an image that is not. Everything works on a whole
-batch at once, without host reads.
+Boxes are fractions of the image, so that a square anchor is a square in pixels only if the image is a square. All
+functions process a whole batch at once, without host reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: fl
 
 
 def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
-    """Invert `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
+    """Return the boxes (..., 4) xyxy, not clipped, from which `encode_boxes` makes these offsets (..., 4)."""
     moved = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:]
     centres = moved + anchors_cxcywh[..., :2]
     ratio = (offsets[..., 2:] * size_variance).exp()
@@ -160,7 +160,7 @@ def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tenso
     """Return a (B, A) bool mask of the background anchors with the largest loss, at most `ratio` for each positive
     anchor of their image.
 
-    background_loss: (B, A). labels: (B, A), see `match_anchors`.
+    background_loss: (B, A) of A anchors per image. labels: (B, A), see `match_anchors`.
     """
     losses = background_loss.masked_fill(labels != 0, -torch.inf)
     order = losses.argsort(dim=1, descending=True)
@@ -184,7 +184,7 @@ def multibox_loss(
     boxes.
 
     Args:
-        logits: (B, A, C), column 0 is the background.
+        logits: (B, A, C) of A anchors per image, column 0 is the background.
         offsets, target_offsets: (B, A, 4).
         labels: (B, A), see `match_anchors`.
         ratio: largest number of negatives per positive of an image.
@@ -290,7 +290,7 @@ class SsdCriterion(nn.Module):
         self.balance = SelfWeighting(self_weighting_steps, self_weighting_every)
 
     def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:
-        """Return the number of positive anchors of the batch, on the CPU; arguments as in `forward`."""
+        """Return the number of positive anchors of the batch. The arguments are those of `forward`, on the CPU."""
         objects = pad_objects(targets, image_hw)
         labels, _ = match_anchors(anchors_cxcywh, objects, self.iou_threshold)
         return {"positives": float((labels > 0).sum())}
@@ -304,11 +304,14 @@ class SsdCriterion(nn.Module):
         targets: Sequence[Mapping],
         denominators: Mapping[str, float | Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Return losses divided by `denominators["positives"]`, and the metric positives per image as (sum, count).
+        """Return losses by name, divided by `denominators["positives"]`, and the metric `positives`, positive anchors
+        per image, as (sum, count).
 
         Args:
-            logits: (B, A, C + 1), column 0 is the background. offsets: (B, A, 4). anchors_cxcywh: (A, 4) fractions.
-            image_hw: (2,) height and width in pixels of the images that the targets' boxes belong to.
+            logits: (B, A, C + 1) of A anchors per image, column 0 is the background.
+            offsets: (B, A, 4).
+            anchors_cxcywh: (A, 4) fractions.
+            image_hw: (2,) height and width in pixels of the batch's images, to which the boxes of the targets belong.
         """
         objects = pad_objects(targets, image_hw)
         labels, index = match_anchors(anchors_cxcywh, objects, self.iou_threshold)

@@ -157,7 +157,7 @@ class SSD(Detector):
         return nn.Sequential(*layers)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return class scores and box offsets of every anchor.
+        """Return class scores and box offsets of each of A anchors.
 
         Args:
             images: `(B, 3, H, W)` uint8.
@@ -189,8 +189,8 @@ class SSD(Detector):
     @torch.compiler.disable
     @torch.no_grad()
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Return the anchors (A, 4) cxcywh, as fractions of images of (h, w) pixels, and that size as a tensor (2,), on
-        `device`. Both are cached.
+        """Return the A anchors (A, 4) cxcywh, as fractions of images of (h, w) pixels, and that size as a tensor (2,),
+        on `device`. Both are cached.
 
         The backbone runs once for each new size to measure its maps: MobileViT-v2, for one, rounds to whole patches.
         """
@@ -285,7 +285,7 @@ class SSD(Detector):
 
 
 def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
-    """Convert anchors (A, 4) cxcywh, whose sides are fractions of a square image, to anchors for an image of (h, w)
+    """Convert A anchors (A, 4) cxcywh, whose sides are fractions of a square image, to anchors for an image of (h, w)
     pixels.
 
     Anchors of aspect ratio 1 become squares in pixels, and all anchors keep their area. They are clipped to [0, 1] if

@@ -37,8 +37,8 @@ class Grid:
 
 
 def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
-    """Return the grid for an input of (h, w) pixels, both multiples of 32, and anchors (3, A, 2), width and height in
-    pixels for strides 32, 16 and 8. It is on the device of the anchors."""
+    """Return the grid for an input of (h, w) pixels, both multiples of 32, and A anchors per level (3, A, 2), width and
+    height in pixels for strides 32, 16 and 8. It is on the device of the anchors."""
     cells_xy = []
     strides = []
     anchors_wh = []
@@ -261,8 +261,8 @@ def _over_threshold(left, top, right, bottom, x0, y0, x1, y1, factor, gt_area) -
 
 
 def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Tensor:
-    """Return the class targets (T, C) for labels (T,): 1 for the class and 0 for the others, or, with label smoothing,
-    1 - s and s, where s = min(1 / C, 1 / 40)."""
+    """Return the class targets (T, C) for the labels (T,) of T boxes: 1 for the class and 0 for the others, or, with
+    label smoothing, 1 - s and s, where s = min(1 / C, 1 / 40)."""
     smooth = min(1 / num_classes, 1 / 40) if label_smoothing else 0.0
     one_hot = labels[:, None] == torch.arange(num_classes, device=labels.device)
     return torch.where(one_hot, 1 - smooth, smooth)

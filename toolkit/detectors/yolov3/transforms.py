@@ -109,7 +109,8 @@ class ConstrainedCrop:
     trials: int = 50
 
     def draw(self, boxes: Tensor, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-        """Return the region (top, left, height, width) to cut from an image of `size_hw` with boxes (N, 4) xyxy."""
+        """Draw the region (top, left, height, width) to cut from an image of `size_hw` pixels with boxes (N, 4)
+        xyxy."""
         regions = self._random_regions(size_hw, generator)
         if not len(boxes):
             return tuple(regions[0, 0].tolist())

@@ -28,7 +28,7 @@ def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: T
 
     Args:
         mode: predcls, sgcls or sgdet.
-        log_frequency: (C, C, P) of the training split, see `log_frequencies`.
+        log_frequency: (C, C, P) for C classes and P predicates, see `log_frequencies`.
         options: arguments of the constructor of the head.
 
     Raises:

@@ -99,8 +99,8 @@ class ObjectContext(nn.Module):
 
 
 def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
-    """Return vectors (N, E) of the objects: in predcls that of the given label, else the mean over the detector's class
-    probabilities."""
+    """Return vectors (N, E), E numbers for each object: in predcls the vector of the given label, else the mean over
+    the detector's class probabilities."""
     if mode == "predcls":
         return embedding(batch.labels)
     return batch.logits.detach().softmax(1) @ embedding.weight
@@ -145,7 +145,7 @@ def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
 
 def subject_object_features(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the features (R, D) of the subjects and of the objects of R pairs. In `context` (N, 2 D), the first half
-    of an object's features is for its role as subject, the second half for its role as object."""
+    of an object's 2 D features is for its role as subject, the second half for its role as object."""
     as_subject, as_object = context.chunk(2, -1)
     return as_subject[pairs[:, 0]], as_object[pairs[:, 1]]
 

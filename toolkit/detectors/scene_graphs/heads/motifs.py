@@ -156,7 +156,7 @@ def _run(lstm: nn.LSTM, packed: Tensor, batch_sizes: Tensor) -> Tensor:
 
 
 class MotifsHead(ContextHead):
-    """Neural Motifs."""
+    """The head of Neural Motifs."""
 
     def __init__(
         self,

@@ -196,10 +196,10 @@ def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tens
 
 
 def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-    """Return, for each of R pairs (R, D), the squared distance to the prototype of its label, minus the mean squared
-    distance to the `NEAREST` nearest other prototypes, (R,).
+    """Return, for each of R pairs with D features, (R, D), the squared distance to the prototype of its label, minus
+    the mean squared distance to the `NEAREST` nearest other prototypes, (R,).
 
-    prototypes: (P, D). labels: (R,).
+    prototypes: (P, D) of the P predicates. labels: (R,).
     """
     distances = squared_distances(pairs, prototypes)
     right = distances.gather(1, labels[:, None])[:, 0]
@@ -213,7 +213,7 @@ def prototype_losses(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (sums, denominators) by name, each (B,) for the images: `l21_loss` from `alike` and `dist_loss2` from
     `close`, two scalars that count once for each image with objects, and `loss_dis` from `missed` (R,), one term for
-    each pair."""
+    each of the R pairs."""
     has_objects = torch.tensor([float(number > 0) for number in batch.num_objects])
     images = send(has_objects, missed.device).to(missed)
     sums = of_images(missed, batch.num_pairs)
@@ -230,8 +230,8 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the squared distances (N, M) between rows (N, D) and (M, D), without computing the differences (N, M,
-    D)."""
+    """Return the squared distances (N, M) between N rows (N, D) and M rows (M, D), without computing the differences
+    (N, M, D)."""
     # |a - b|^2 = |a|^2 + |b|^2 - 2 a b
     squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None]
     distances = squares - 2 * rows @ others.T

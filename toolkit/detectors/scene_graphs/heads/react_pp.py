@@ -133,7 +133,8 @@ class MovingPrototypes(nn.Module):
     def follow(self, pairs: Tensor, labels: Tensor) -> None:
         """Update the means from the pairs of a batch.
 
-        pairs: (R, D) unit vectors. labels: (R,) predicates; pairs with label 0, "no relation", are not counted.
+        pairs: (R, D) unit vectors of R pairs. labels: (R,) predicates; pairs with label 0, "no relation", are not
+        counted.
         """
         has_predicate = (labels > 0).to(self.counts)
         found = torch.zeros_like(self.counts).index_add_(0, labels, has_predicate)

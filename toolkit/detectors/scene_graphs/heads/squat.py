@@ -114,11 +114,11 @@ class SelectiveLayer(nn.Module):
         """Return the updated features (B, Q, D) of the Q chosen pairs.
 
         Args:
-            queries: (B, Q, D), features of the chosen pairs.
-            objects: (B, M, D), features of the objects.
-            pairs: (B, R, D), features of all pairs before the first layer.
+            queries: (B, Q, D), D features of each chosen pair.
+            objects: (B, M, D), features of the M padded objects.
+            pairs: (B, R, D), features of all R padded pairs before the first layer.
             updated: which pairs are chosen, (B, Q).
-            read: to which pairs the chosen ones attend, (B, K).
+            read: to which K pairs the chosen ones attend, (B, K).
             real_objects: (B, M) bool, False for padding.
         """
         attended = self._attend(self.among_pairs, queries, queries, updated.real)
@@ -141,7 +141,8 @@ class SelectiveLayer(nn.Module):
 
 
 def with_rows(pairs: Tensor, values: Tensor, chosen: Chosen) -> Tensor:
-    """Return a copy of the pairs (B, R, D) in which the chosen ones, (B, Q), are replaced by `values` (B, Q, D)."""
+    """Return a copy of `pairs` (B, R, D), the D features of R pairs per image, in which the Q chosen ones are replaced
+    by `values` (B, Q, D)."""
     values = torch.where(chosen.real[..., None], values, rows_of(pairs, chosen.rows))  # padding keeps what is there
     places = chosen.rows[..., None].expand_as(values)
     return pairs.scatter(1, places, values)
@@ -152,7 +153,7 @@ def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float
     pairs.
 
     Args:
-        scores: (B, R).
+        scores: (B, R) of R padded pairs per image.
         real: (B, R) bool, False for padding.
         counts: number of pairs of each image. For images of 3, 0 and 10 pairs and a share of 0.7, K is 7, and 2, 0 and
             7 pairs are chosen.

@@ -45,7 +45,7 @@ class PairScores(nn.Module):
 
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
-        """Set the prior that objects of two classes are related, from `log_frequency` (C, C, P), see
+        """Set the prior that objects of two classes are related, from `log_frequency` (C, C, P) for P predicates, see
         `log_frequencies`."""
         one_way = log_frequency.sum(-1)  # (C, C)
         both_ways = one_way + one_way.T
@@ -63,7 +63,8 @@ class PairScores(nn.Module):
         """Return logits (B, N_max, N_max), padded, of a relation between the object in the row (in the role of object)
         and that in the column (as subject).
 
-        embedded: (N, E) label embeddings. logits: (N, C). Neither these nor the RoI features get a gradient from here.
+        embedded: (N, E) label embeddings of E numbers. logits: (N, C). Neither these nor the RoI features get a
+        gradient from here.
         """
         mask = object_mask(batch.num_objects, embedded.device)
         overlaps = overlap_numbers(pad_rows(batch.boxes_xyxy, batch.num_objects), mask)
@@ -200,7 +201,7 @@ class VCTreeContext(ObjectContext):
     def plant(self, batch: RelationBatch, embedded: Tensor) -> tuple[Forest, Tensor]:
         """Return the trees, and the relatedness logits (B, N_max, N_max) from which they were grown.
 
-        embedded: (N, E) label embeddings.
+        embedded: (N, E) label embeddings of E numbers.
         """
         logits = batch.logits
         if self.mode == "predcls":
