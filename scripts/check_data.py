@@ -7,8 +7,9 @@
     python scripts/check_data.py val --format shapes
     python scripts/check_data.py DIR --script train_ssd       # ends with the command that trains this detector on it
 
-A folder is read with all its splits, which are compared: identical or near-duplicate images in two splits are
-leakage. Exit code 0 when all is clean, 1 with warnings, 2 with errors, with which training would not start.
+A folder is read with all its splits, and these are compared: identical or near-duplicate images in two splits are
+leakage. The exit code is 0 if nothing is wrong, 1 if there are warnings, and 2 if there are errors, with which training
+would not start.
 """
 
 import argparse
@@ -39,7 +40,8 @@ CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
-    """Open every requested split, under a name of its own, and return the tables and their sources."""
+    """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
+    sources that were given."""
     reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
     reading["on_error"] = "drop"
     tables: dict[str, DetectionTable] = {}
@@ -63,7 +65,7 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
 
 
 def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
-    """Return the findings by severity, followed by the usable data."""
+    """Return the text of the report: the findings by severity, followed by a summary of the data that can be used."""
     lines = []
     for severity, heading in HEADINGS.items():
         findings = [finding for finding in inspection.findings if finding.severity == severity]
@@ -102,10 +104,12 @@ def _lines_of(finding: Finding) -> list[str]:
 
 
 def data_settings(config: str, script: str | None = None):
-    """Return the group `data` of a settings file, over the defaults of the training script that it is for.
+    """Return the group `data` of a settings file; settings that are not in the file have the defaults of its training
+    script.
 
-    script: its name; None: the script named first in the file, as in the first line of the configurations here. The
-    config.yaml of a run has every value and needs no script.
+    script: name of the training script; None: the script named first in the file, as in the first line of this
+    project's configurations. The config.yaml of a run has every value and needs no script. Raises BadInput for a file
+    that cannot be read or names no script.
     """
     from toolkit.run.settings import DataConfig
 
@@ -126,7 +130,11 @@ def data_settings(config: str, script: str | None = None):
 
 
 def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
-    """Draw a batch of training images with their boxes, through the augmentation of a settings file."""
+    """Draw a batch of at most 16 images of a table, with their boxes, after the training augmentation of a settings
+    file. The picture is written to `file`; return its path.
+
+    config, script: see `data_settings`.
+    """
     from toolkit.data.pipeline import loader_of_settings
     from toolkit.tools.doctor.pictures import draw_batch
 
@@ -140,8 +148,8 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
 def training_command(
     options: argparse.Namespace, sources: list[Source], tables: dict[str, DetectionTable], inspection: Inspection
 ) -> str:
-    """Return the command that trains on these data with the given options, or a sentence that says why there is
-    none."""
+    """Return the command that trains on these data with the options given, or a sentence on why there is no such
+    command."""
     if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
         return "train_sgg needs relations, and these data have none; docs/data.md says how they are written"
     reading = {"name": options.name, "image_size": options.image_size}

@@ -5,7 +5,7 @@
     python scripts/convert.py train.json found/voc --to voc --image-dir images
 
 SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an annotation file; all its splits are
-written. What the new format cannot represent is reported. Exit code 0, or 2 when the source cannot be read.
+written. Whatever the new format cannot represent is reported. The exit code is 0, or 2 if the source cannot be read.
 """
 
 import logging
@@ -27,7 +27,10 @@ WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet"
 def open_source_splits(
     source: str, format: str, image_dir: list[str] | None, on_error: str
 ) -> dict[str, DetectionTable]:
-    """Open every split of a folder, or the one of an annotation file, by name."""
+    """Return tables by split: all splits of a folder, or an annotation file as the split train.
+
+    on_error: "drop" leaves faulty records out, "raise" makes them an error.
+    """
     reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
     if not Path(source).expanduser().is_dir():
         return {"train": open_dataset(source, **reading)}

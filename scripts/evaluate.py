@@ -6,14 +6,15 @@
     python scripts/evaluate.py runs/mine --split test.json --image-dir images          # other data, classes by name
     python scripts/evaluate.py runs/mine --path VOC2007 --split test --format voc      # of another format
     python scripts/evaluate.py runs/mine --split test-dev.json --save results.json     # COCO results, for a server too
-    python scripts/evaluate.py results.json                                            # the numbers of such a file
+    python scripts/evaluate.py results.json                                            # the metrics of such a file
     python scripts/evaluate.py runs/fold_1 runs/fold_2 runs/fold_3                     # --data.val 1/3, 2/3, 3/3 as one
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
     python scripts/evaluate.py runs/causal --head.effect tde                           # a choice at inference; so are
     python scripts/evaluate.py runs/sgg --model.prior_adjustment 0.5                   # --model.nms_threshold and more
 
-A run folder means its best checkpoint, with the weights that its metric for best goes by. Several processes share the
-work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean AP stands beside COCO's numbers.
+For a run folder, its best checkpoint is evaluated, with the weights (raw or averaged) that `eval.metric_for_best`
+measures. Several processes can share the work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean
+AP is printed in addition to COCO's metrics.
 """
 
 import argparse
@@ -62,7 +63,11 @@ def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[s
 
 
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
-    """Print the table and return whether every expected number was met."""
+    """Evaluate the runs of `arguments`, print their metrics, and return whether every expected number was met.
+
+    expected: smallest values by metric, which may be missed by `arguments.tolerance`. Raises BadInput for a metric that
+    does not exist.
+    """
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}

@@ -7,17 +7,19 @@
 
 `exported/model.onnx` (opset 18), `model.pt2` (torch.export), `model_fp16.onnx` (half precision), `model.xml` and
 `model_int8.xml` (OpenVINO, which `pip install "detection-toolkit[openvino]"` installs) take images uint8 (B, 3, H, W),
-RGB, and give boxes (B, K, 4) xyxy in their pixels, scores (B, K) and labels (B, K), best first; rows without a
-detection have score 0 and label -1. Normalisation, padding, decoding and suppression are inside; any batch goes in, and
-any size where the model allows. Classes, the size that images are resized to, and the threshold are in the metadata.
-scripts/predict.py takes these files like a run, a `.pt2` with `--trust`: it can run any code.
+RGB, and give boxes (B, K, 4) xyxy in pixels of these images, scores (B, K) and labels (B, K), best first; rows without
+a detection have score 0 and label -1. Normalisation, padding, decoding and suppression are part of the file. Batches
+may have any number of images, and images any size that the model allows. Classes, the size that images are resized to,
+and the threshold are in the metadata. scripts/predict.py takes these files like a run; a `.pt2` needs `--trust`,
+because it can run any code.
 
 Each file is then evaluated on the run's validation data (or `--split`), and its AP is compared with PyTorch's.
 `--benchmark` measures milliseconds of an image in batches of 1 and 8, on one thread and two.
-All detectors can be exported. Of a scene graph these files have its detector alone; `exported/graph.onnx` has its
-relations too, of EGTR, and in sgdet of PE-Net, REACT and REACT++ on a one-stage detector, and its R@K is compared; of
-others the console says why not. Exit code 0: written and as good; 1: the AP or R@100 of a file differs by more than
-`--tolerance`, and it is renamed to `*.wrong`; 2: bad input.
+All detectors can be exported. For a scene graph, these files contain its detector alone. `exported/graph.onnx` also has
+the relations, and its R@K is compared; it is written for EGTR, and in sgdet for PE-Net, REACT and REACT++ on a
+one-stage detector. For others a message says why it is not written. Exit code 0: all files are written and as good as
+PyTorch; 1: the AP or R@100 of a file differs by more than `--tolerance`, and the file is renamed to `*.wrong`; 2: bad
+input.
 """
 
 import argparse
@@ -48,7 +50,7 @@ from toolkit.tools.predict.predict_split import SplitOptions, split_arguments
 
 
 def export(arguments: argparse.Namespace) -> bool:
-    """Write and check all files and print a table. Returns whether all files are as good as PyTorch."""
+    """Write and check all files, and print a table. Return whether all files are as good as PyTorch."""
     trained = opened(arguments)
     table = validation_table(arguments)
     out = arguments.out
@@ -84,7 +86,7 @@ def opened(arguments: argparse.Namespace) -> OwnDetector:
 
 
 def validation_table(arguments: argparse.Namespace):
-    """Open the data to evaluate files on; None if no data are known."""
+    """Open the data on which the exported files are evaluated; None if no data are known."""
     if arguments.split is not None:
         return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:

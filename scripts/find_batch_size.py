@@ -3,11 +3,11 @@
     python scripts/find_batch_size.py scripts/train_detr.py --out batch.yaml
     python scripts/find_batch_size.py scripts/train_detr.py --config configs/detr/bccd.yaml --out batch.yaml --most 64
 
-The file is for `--config`, after the one that it was found for. Each attempt runs the largest and the most crowded
-images of the data (`--run.probe_memory`) and an optimizer step. On a GPU its memory is the limit; on a CPU, where the
-system would end the process instead of refusing, --memory-gib is. The file keeps the number of images of an optimizer
-step where the settings have more of them than fit at once: `optim.accumulation_steps` then makes up for it. Arguments
-that are not listed below go to the training script.
+The file written is for `--config` of the training script, after the configuration for which the batch was found. Each
+attempt runs the largest and the most crowded images of the data (`--run.probe_memory`) and an optimizer step. On a GPU
+its memory is the limit; on a CPU, where the system would end the process instead of refusing memory, --memory-gib is.
+If the settings have more images in an optimizer step than fit at once, the file sets `optim.accumulation_steps` so that
+a step keeps at least this number. Arguments that are not listed below go to the training script.
 
 Exit code 0: done, 2: bad input, or not even one image fits.
 """
@@ -33,8 +33,11 @@ GIB = 2**30
 
 
 def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
-    """Return why training cannot make its first step with this batch; empty if it can. Raises BadInput if it ends
-    for another reason than memory or too few images."""
+    """Return the reason why training cannot make its first step with this batch; "" if it can.
+
+    memory_bytes: limit of the process; None: no limit. Raises BadInput if training ends for another reason than memory
+    or too few images.
+    """
     limit = None
     if memory_bytes is not None:
         import resource  # not on Windows

@@ -3,11 +3,11 @@
     python scripts/find_rate.py scripts/train_detr.py --out rate.yaml
     python scripts/find_rate.py scripts/train_detr.py --config configs/detr/bccd.yaml --out rate.yaml --steps 200
 
-The file is for `--config`, after the one that it was found for. The rate rises by the same factor at every step, the
-backbone's with it, from --lowest to --highest. Training stops when the smoothed loss is four times its minimum. The
-proposal is a tenth of the rate at that minimum: beyond it the loss rises, and near it training is not stable. rate.png
-beside the file shows the curve; look at it. Arguments that are not listed below go to the training script. Nothing of
-this training is kept.
+The file written is for `--config` of the training script, after the configuration for which the rate was found. The
+rate rises from --lowest to --highest by the same factor at every step, and the backbone's rate rises with it. Training
+stops when the smoothed loss is four times its minimum. The proposed rate is a tenth of the rate at that minimum: beyond
+the minimum the loss rises, and close to it training is not stable. rate.png beside the file shows the curve; look at
+it. Arguments that are not listed below go to the training script. Nothing of this training is kept.
 
 Exit code 0: done, 2: bad input, or no rate at which the loss falls.
 """
@@ -31,7 +31,10 @@ BELOW_THE_SMALLEST = 10.0
 
 
 def smooth_losses(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Return (rate, loss, smoothed loss) of each step, up to the step where the loss diverges."""
+    """Return (rate, loss, smoothed loss) of each step, up to the step where the loss diverges, which is left out.
+
+    losses: (rate, loss) of each step.
+    """
     curve = []
     mean = 0.0
     smallest = math.inf
@@ -46,7 +49,10 @@ def smooth_losses(losses: Iterable[tuple[float, float]]) -> list[tuple[float, fl
 
 
 def proposal(curve: list[tuple[float, float, float]]) -> float:
-    """Return a tenth of the rate with the smallest smoothed loss. Raises BadInput if the loss did not fall."""
+    """Return a tenth of the rate at which the smoothed loss is smallest. Raises BadInput if the loss did not fall.
+
+    curve: result of `smooth_losses`.
+    """
     smoothed = [row[2] for row in curve]
     if len(curve) < 5 or min(smoothed) > 0.98 * smoothed[0]:
         raise BadInput(f"the loss does not fall at any of {len(curve)} rates: give a smaller --lowest, or more --steps")

@@ -23,11 +23,11 @@ IMAGES are files, folders (searched recursively), quoted patterns, URLs and vide
      "errors": [{"file_name": "holiday/b.jpg", "error": "image data truncated"}, ...]}
 
 with the ids and names of the training data and boxes in pixels of the upright image, best first. A scene-graph detector
-(sgdet) adds "relations": [{"subject": i, "object": j, "predicate": "on", "score": 0.61}, ...] for each image, where i
-and j are positions in its detections, the 100 best; pictures show the best of them as arrows (--relations,
---relation-score) and say how many they leave out. A model of predcls or sgcls needs the boxes of a
-COCO file (--boxes). --format dot and networkx write each graph into `found/graphs/`. A video gives
-`found/videos/NAME.jsonl`, one line per frame, and NAME.mp4 with the boxes.
+(sgdet) adds "relations": [{"subject": i, "object": j, "predicate": "on", "score": 0.61}, ...] for each image, the 100
+best, where i and j are positions in its detections. Pictures show the best relations as arrows (--relations,
+--relation-score) and say how many are not drawn. A model of predcls or sgcls needs the boxes of a COCO file (--boxes).
+--format dot and networkx write each graph into `found/graphs/`. A video gives `found/videos/NAME.jsonl`, one line per
+frame, and NAME.mp4 with the boxes.
 
 Exit code 0: all done; 1: some files could not be read, they are listed and the others are done; 2: bad input.
 """
@@ -68,7 +68,8 @@ from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Write all predictions and return the exit code."""
+    """Predict on all images, videos and the camera of `arguments`, write the results, and return the exit code: 1 if
+    some could not be read, else 0."""
     videos = [Path(source).expanduser() for source in arguments.images if Path(source).suffix.lower() in VIDEO_SUFFIXES]
     rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
     names, errors, fetched = find_or_fetch(rest, arguments.out) if rest else ({}, {}, set())
@@ -111,7 +112,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
-    """Open the predictor with all options applied except the score threshold."""
+    """Open the model of `arguments` as a predictor with all of its options applied except the score threshold."""
     predictor = open_predictor(
         arguments.model, arguments.weights, arguments.device, arguments.settings, arguments.max_detections
     )
@@ -123,14 +124,16 @@ def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
 
 
 def with_threshold(predictor: Predictor, threshold: float | str) -> tuple[Predictor, float]:
-    """Return the predictor, filtered by the report's thresholds for "auto", and the minimum score to predict with."""
+    """Return a predictor and the smallest score to predict with. For the threshold "auto", the predictor also applies
+    the thresholds that the report recommends for each class."""
     if threshold == "auto":
         return from_report(predictor), smallest_threshold(predictor)
     return predictor, float(threshold)
 
 
 def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
-    """Check options on boxes and graphs. Raises BadInput for those that the model cannot use."""
+    """Check the options on given boxes and on graphs. Raises BadInput for options that the model cannot use, and if it
+    needs boxes that are not given."""
     if predictor.given and (arguments.boxes is None or videos or arguments.camera is not None):
         mode = {"boxes": "sgcls"}.get(predictor.given, "predcls")
         raise BadInput(
@@ -149,8 +152,14 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
 def predict_and_draw(
     arguments, predictor: Predictor, threshold: float, names, ids, given
 ) -> tuple[dict, LabelledImages, dict[Path, str]]:
-    """Predict on all image files and draw pictures. Returns the document, the boxes as columns, and the errors of
-    unreadable files."""
+    """Predict on all image files and draw pictures. Return the content of predictions.json, the images with their boxes
+    as columns, and the errors of unreadable files.
+
+    Args:
+        names: the image files, and the name of each in the output.
+        ids: id of each file in the output.
+        given: boxes by file, for models that need them; None for others.
+    """
     pictures = {} if arguments.no_pictures else picture_names(names)
     options = {"batch_size": arguments.batch_size, "score_threshold": threshold, "given": given}
     predictions = predict_files(predictor, list(names), **options)
@@ -188,7 +197,8 @@ def predict_and_draw(
 
 
 def one_video(arguments, predictor: Predictor, threshold: float, source: Path | int) -> str | None:
-    """Predict on a video and print a summary. Returns why it ended early, if it did."""
+    """Predict on a video, or on the camera with the number `source`, and print a summary. Return the reason if it ended
+    early, else None."""
     name = f"camera_{source}" if isinstance(source, int) else source.name
     lines = arguments.out / "videos" / f"{name}.jsonl"
     number = 1
@@ -204,7 +214,11 @@ def one_video(arguments, predictor: Predictor, threshold: float, source: Path | 
 
 
 def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
-    """Return the path of each file's picture, relative to the output folder; files of one name get a number."""
+    """Return the path of each file's picture, relative to the output folder. Pictures that would have the same name get
+    a number.
+
+    names: the image files, and the name of each in the output.
+    """
     suffixes = [name.suffix if name.suffix.lower() in (".jpg", ".jpeg") else ".png" for name in names.values()]
     pictures = [name.with_suffix(suffix).as_posix() for name, suffix in zip(names.values(), suffixes, strict=True)]
     return {path: Path("pictures") / name for path, name in zip(names, distinct(pictures), strict=True)}

@@ -3,7 +3,7 @@
     python scripts/publish.py runs/detr                              # runs/detr/final/README.md, from the run's files
     python scripts/publish.py runs/detr --hub.push me/blood-cells    # and upload it; needs `hf auth login` or HF_TOKEN
 
-Exit code 0: done, 2: bad input, which a missing token is, too.
+Exit code 0: done, 2: bad input, or there is no token.
 """
 
 import sys

@@ -1,10 +1,11 @@
-"""Run a batch that the NaN guard reported again, and report what breaks.
+"""Run a batch again that the NaN guard has reported, and report what breaks.
 
     python scripts/replay.py runs/detr/nan/step_000123/rank0
     python scripts/replay.py runs/mine/nan/step_000123/rank0 --trust        # of a script or a detector of your own
 
-The loop is that of the script named in environment.json of the run.
-Exit code: 0 the same thing breaks in the same place, 1 it does not (a transient fault, or other hardware), 2 bad input.
+The batch runs in the loop of the training script that environment.json of the run names.
+Exit code 0: the same thing breaks in the same place; 1: it does not (a transient fault, or other hardware); 2: bad
+input.
 """
 
 import sys

@@ -5,8 +5,9 @@
     python scripts/report.py results.json --split val.json            # COCO results of any other program
     python scripts/report.py runs/a runs/b results.json --out report_both    # side by side, with paired differences
 
-A run folder means the predictions that its best evaluation left behind; with `--split`, `--weights` or a checkpoint
-they are computed again. Exported models and models of transformers work too. Contents of the report: docs/reports.md.
+For a run folder, the report is on the predictions that its best evaluation saved; with `--split`, `--weights` or a
+checkpoint, the model predicts again. Exported models and models of transformers work too. docs/reports.md lists the
+contents of the report.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from toolkit.tools.report.write import write_comparison, write_page
 
 
 def report(arguments: argparse.Namespace) -> Path:
-    """Write the report and return its page."""
+    """Write the report on the runs and predictions of `arguments`, and return the path of its page. Several of them are
+    compared on one page."""
     accelerator = Accelerator()
     options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
     names = _short_names(arguments.sources)

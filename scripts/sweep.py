@@ -3,10 +3,11 @@
     python scripts/sweep.py configs/sweeps/seeds.yaml --out runs/sweeps/seeds
     python scripts/sweep.py configs/sweeps/detr_shapes.yaml --out runs/sweeps/shapes --trials 20
 
-The study is an Optuna database, OUT/study.db. The same command resumes it after a kill; started several times, it runs
-as many workers, on all machines that share the disk. With `early_terminate` in the sweep, a trial whose evaluations
-stay worse than the median of the others is ended. OUT/trials.csv has every trial. Its script reproduces a trial bit for
-bit with `--config OUT/trial_00003/config.yaml --run.name again`.
+The study is an Optuna database, OUT/study.db. After a kill, the same command resumes the study. If the command is
+started several times, each process is a worker of the same study, on all machines that share the disk. With
+`early_terminate` in the sweep, a trial whose evaluations stay worse than the median of the others is ended.
+OUT/trials.csv lists every trial. A trial is reproduced bit for bit by its training script with `--config
+OUT/trial_00003/config.yaml --run.name again`.
 
 Exit code 0: done, 2: bad input, 85: interrupted; the same command goes on.
 """
@@ -39,7 +40,11 @@ STORAGE = "sqlite:///{}/study.db"
 
 
 def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
-    """Open the study in `out`, or make a new one. Raises BadInput if the folder has another sweep."""
+    """Open the Optuna study in the folder `out`, or create it. Raises BadInput if the folder has the study of another
+    sweep.
+
+    optuna: the module, which is an optional dependency. seed: of the search.
+    """
     (out / "locks").mkdir(parents=True, exist_ok=True)
     direction = "maximize" if sweep.maximize else "minimize"
     pruner = optuna.pruners.NopPruner()
@@ -63,7 +68,8 @@ def sampler(optuna: ModuleType, sweep: Sweep, seed: int):
 
 
 def suggest(trial, name: str, p: Parameter):
-    """Return the value of a parameter in a trial, chosen at the first call."""
+    """Return the value of parameter `name` in a trial. It is drawn at the first call; further calls return the same
+    value."""
     if p.values is not None:
         return trial.suggest_categorical(name, p.values)
     if p.is_int:
@@ -73,7 +79,11 @@ def suggest(trial, name: str, p: Parameter):
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Lock a file for the block; the kernel releases it when this process dies. False: another process holds it."""
+    """Return a context in which this process holds the lock of the file `path`, and whose value is True. If another
+    process holds the lock, wait for it; without `wait`, run the block without the lock, with the value False.
+
+    The kernel releases the lock when the process dies.
+    """
     with ExitStack() as held:
         try:
             held.enter_context(FileLock(path, timeout=-1 if wait else 0, thread_local=False, fallback_to_soft=False))
@@ -85,10 +95,10 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
 
 @contextmanager
 def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict]) -> Iterator:
-    """Yield a trial left by a killed worker, else a new one, else None once `limit` trials have begun; its lock is
-    held.
+    """Yield the next trial to train, with its lock held: one that a killed worker has left unfinished, else a new one.
+    Yield None if `limit` trials have already begun.
 
-    grid: the values of each trial; empty: they are chosen by the sampler.
+    grid: the values of each trial, in order; empty: the sampler chooses the values.
     """
     with ExitStack() as held:
         with locked(out / "locks" / "study"):
@@ -112,7 +122,8 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
 
 
 def wait_until_free(folder: Path, signals: StopSignals) -> None:
-    """Wait for a training that outlives its killed worker; it ends by itself, and its state counts."""
+    """Wait until no process trains in the run folder any more. A training can outlive its killed worker; it ends by
+    itself, and what it saves is used. Stop waiting when a signal arrives."""
     announced = False
     while (folder / LOCK_FILE).exists() and not signals.received:
         with locked(folder / LOCK_FILE, wait=False) as free:
@@ -128,7 +139,7 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
     """Train one trial to its end, or until it is pruned, and record its result in the study.
 
     Raises:
-        Preempted: this program was asked to stop; the trial has saved, and stays open.
+        Preempted: this program was asked to stop; the trial has saved, and can be resumed.
     """
     values = {name: suggest(trial, name, p) for name, p in sweep.parameters.items()}
     name = f"trial_{trial.number:05d}"
@@ -161,7 +172,8 @@ def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals
 
 
 def write_trials(study, out: Path, parameters: list[str]) -> None:
-    """Write `trials.csv` and `best.json`."""
+    """Write `trials.csv`, a row for each trial, and, if a trial is complete, `best.json` to the folder `out`. Print the
+    best trial, and a warning if trials were trained in different precisions."""
     trials = study.get_trials(deepcopy=False)
     with locked(out / "locks" / "table"), open(out / "trials.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -184,7 +196,7 @@ def write_trials(study, out: Path, parameters: list[str]) -> None:
 
 
 def precision_of(run_folder: Path) -> str:
-    """Return the precision that a trial was trained in; "" before it has begun, or if its settings are damaged."""
+    """Return the precision in which a trial was trained; "" if the trial has not begun or its settings are damaged."""
     try:
         return str(read_groups(run_folder / CONFIG_FILE)["run"]["precision"])
     except (BadInput, OSError, KeyError, TypeError):

@@ -6,8 +6,8 @@
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 scripts/train_ssd.py        # two processes, no GPU
 
 All five scripts share this loop; this one has one more line, for CVNets' losses that balance each other. The
-rest of its `training_engine.py` is in options (accumulation that starts after an epoch, a schedule for the
-momentum of batch norms). `--help` shows what to set first, `--help all` every setting.
+rest of CVNets' `training_engine.py` is in options (accumulation that starts after an epoch, a schedule for
+the momentum of batch norms). `--help` shows what to set first, `--help all` every setting.
 """
 
 import sys

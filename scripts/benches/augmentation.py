@@ -1,4 +1,4 @@
-"""Images per second of one core through the augmentation of each published recipe and of the recipe for own data."""
+"""Images per second of one core through the augmentation of each published recipe and of the recipes for own data."""
 
 import dataclasses
 import importlib
@@ -22,8 +22,11 @@ yolov3/darknet53_coco yolov3/own_data""".split()
 
 
 def bench_augmentation(num_images: int = 48, recipes: Iterable[str] = CONFIG_NAMES) -> list[dict]:
-    """Measure decoding, augmenting and padding of 640 x 480 JPEGs by processor time. Returns rows with `name`,
-    `value` and `unit`."""
+    """Measure decoding, augmenting and padding of 640 x 480 JPEGs by processor time. Return rows with `name`, `value`
+    and `unit`.
+
+    recipes: names of configurations below `configs/`.
+    """
     threads = torch.get_num_threads()
     rows = []
     torch.set_num_threads(1)

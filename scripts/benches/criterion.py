@@ -30,8 +30,8 @@ def bench_criterion(
 ) -> list[dict]:
     """Measure the seconds of one criterion with its matching, forward and backward, in interleaved rounds.
 
-    Rows: milliseconds of both (medians), their ratio, and ours against itself (the noise). The totals of both agree, or
-    it is an error.
+    Rows: milliseconds of both criteria (medians), their ratio, and ours against itself (the noise). An AssertionError
+    is raised if the two total losses differ.
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_layers, batch_size, num_queries, NUM_CLASSES + 1, generator=generator).to(device)

@@ -1,6 +1,7 @@
-"""COCO evaluation: this toolkit against plain pycocotools, from predictions by image id to the numbers.
+"""COCO evaluation: this toolkit against plain pycocotools, from predictions by image id to the metrics.
 
-Both start from the same predictions and a ground truth that is loaded already, as in every evaluation but the first.
+Both start from the same predictions and from a ground truth that is already loaded, as in every evaluation but the
+first.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ def bench_evaluation(
     """Measure the seconds of one evaluation: medians over `repeats` interleaved rounds, after one that is not counted.
 
     Rows: ours, pycocotools, their ratio, ours against itself (the noise), and the largest difference of the twelve
-    numbers.
+    metrics.
     """
     with tempfile.TemporaryDirectory() as folder:
         table, predictions = random_detections(Path(folder), num_images, num_detections, num_classes, seed)
@@ -48,7 +49,8 @@ def bench_evaluation(
 def random_detections(
     folder: Path, num_images: int, num_detections: int, num_classes: int, seed: int
 ) -> tuple[DetectionTable, dict]:
-    """Make about seven objects per image, one in fifty a crowd; most are found, and the other detections are false."""
+    """Make a table with about seven objects per image, one in fifty a crowd region, and predictions by image id: one
+    near each object, and false ones up to `num_detections` per image."""
     rng = np.random.default_rng(seed)
     rows = []
     predictions = {}
@@ -72,7 +74,7 @@ def random_detections(
 
 
 def plain_pycocotools(truth: COCO, predictions: Mapping[int, Mapping]) -> dict[str, float]:
-    """Compute the twelve numbers the usual way: a dict per detection, loadRes, COCOeval."""
+    """Compute the twelve COCO metrics in the usual way: a dict per detection, loadRes, COCOeval."""
     results = []
     for image_id, detections in predictions.items():
         boxes = detections["boxes"].double()

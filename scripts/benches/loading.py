@@ -1,8 +1,8 @@
-"""Loading for DETR at 800 px: this toolkit against Pillow, one core each.
+"""Loading of batches for DETR at 800 px: this toolkit against Pillow, one core each.
 
 Both read the same JPEG files and do the same geometry (flip; resize, or resize, crop and resize), boxes and padded
 batches included. The Pillow side is facebookresearch/detr `datasets/transforms.py` and `util/misc.py` written plainly:
-its workers decode, normalise and pad in float32. Ours hands over uint8, and the device normalises.
+its workers decode, normalise and pad in float32. Our workers return uint8, and the device normalises.
 """
 
 import random
@@ -33,8 +33,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def bench_loading(num_images: int = 64, batch_size: int = 8, repeats: int = 5, seed: int = 0) -> list[dict]:
     """Measure the images per second of one core: medians over `repeats` interleaved rounds of `num_images` images.
 
-    Rows: images/s of ours, of ours with the normalisation done on the same core too (which is the device's work), and
-    of Pillow; the ratios of both to Pillow, and ours against itself (the noise).
+    Rows: images/s of ours, of ours with the normalisation on the same core (in training the device does it), and of
+    Pillow; the ratios of both to Pillow, and ours against itself (the noise).
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -81,7 +81,8 @@ def _seconds(load: Callable[[int, Sequence[int]], object], epoch: int, batches: 
 
 
 def write_photographs(folder: Path, count: int, seed: int) -> DetectionTable:
-    """Write 640 x 480 JPEGs of quality 90 with the file size of photographs in COCO (about 160 kB) and 7 boxes each."""
+    """Write 640 x 480 JPEGs of quality 90 with the file size of photographs in COCO (about 160 kB), and return a table
+    of them with 7 boxes each."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(count):
@@ -113,8 +114,8 @@ def _write_photograph(path: Path, rng: np.random.Generator) -> np.ndarray:
 
 
 def pillow_sample(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
-    """Return one augmented, normalised float32 image (3, H, W) with its target, boxes normalised cxcywh, as DETR
-    does it."""
+    """Return one augmented, normalised float32 image (3, H, W) with its target, as DETR's own code does; boxes are
+    cxcywh, as fractions of the image."""
     row = table.row(index)
     image = Image.open(table.image_source(row)).convert("RGB")
     objects = row["objects"]
@@ -155,8 +156,8 @@ def _pillow_crop(image: Image.Image, target: dict) -> tuple[Image.Image, dict]:
 
 
 def pillow_collate(samples: Sequence[tuple[Tensor, dict]]) -> tuple[Tensor, Tensor, list[dict]]:
-    """Pad images with zeros and return them with the mask of the padding and the targets: DETR's
-    `nested_tensor_from_tensor_list`."""
+    """Pad images with zeros, as DETR's `nested_tensor_from_tensor_list`. Return the images (B, 3, H, W), a mask (B, H,
+    W) that is True in the padding, and the targets."""
     images = [image for image, _ in samples]
     height, width = max(i.shape[1] for i in images), max(i.shape[2] for i in images)
     padded = torch.zeros(len(images), 3, height, width)

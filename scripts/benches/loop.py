@@ -1,8 +1,8 @@
-"""The loops of the scripts against a bare PyTorch loop: same model, criterion, clipping, optimizer and EMA.
+"""The loops of the scripts against a bare PyTorch loop with the same model, criterion, clipping, optimizer and EMA.
 
-Ours is each script's own `train_one_epoch` on what its `main` builds, with all that they bring: guard, one reduction a
-step, meters, rows of metrics.jsonl, schedule, sampler. Both get the same batches in the same order, and must compute
-the same losses.
+Ours is each script's own `train_one_epoch` with the objects that its `main` builds, so everything is included: guard,
+one reduction a step, meters, rows of metrics.jsonl, schedule, sampler. Both loops get the same batches in the same
+order, and must compute the same losses.
 """
 
 import contextlib
@@ -49,11 +49,12 @@ WIDE = (
 
 
 def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_steps: int = 10) -> list[dict]:
-    """Measure the seconds of a step, both loops in turn, block by block of `steps` steps, each block with one row of
+    """Measure the seconds of a step of both loops in turn, in blocks of `steps` steps, each block with one row of
     metrics.
 
-    Each detector at 256 px, two images, random weights; then a DETR as deep but so narrow that what our loop adds to a
-    step shows: that time in ms is what counts where the step itself is short, as on a GPU.
+    Each detector is measured at 256 px with two images and random weights. A DETR that is as deep but very narrow
+    follows, which shows the time that our loop adds to a step: that time in ms is what counts where the step itself is
+    short, as on a GPU.
 
     Rows: the medians of both, the median of the blocks' ratios, the bare loop against itself (the noise), and the
     largest relative difference between the losses of both.
@@ -65,7 +66,11 @@ def bench_loop(blocks: int = 5, steps: int = 5, narrow_blocks: int = 15, narrow_
 
 
 def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size: int, model: dict) -> list[dict]:
-    """Return the rows of one model: blocks of the bare loop, ours and the bare loop again, after a warm-up round."""
+    """Return the rows of one model: blocks of the bare loop, of ours and of the bare loop again, after a warm-up round.
+
+    title: beginning of the rows' names. script: the module of a training script. blocks, steps: number of blocks, and
+    of steps in each. image_size: in pixels. model: settings of the detector.
+    """
     with full_loop(script, image_size, steps, model) as (config, training):
         bare_losses = []
         bare = bare_loop(copy.deepcopy(training.detector), config, training.data.loader, bare_losses)
@@ -92,7 +97,10 @@ def measure(title: str, script: ModuleType, blocks: int, steps: int, image_size:
 
 @contextlib.contextmanager
 def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) -> Iterator[tuple[object, Training]]:
-    """Yield the config and everything that a script's `main` has before its first step."""
+    """Yield the config of a training script and the `Training` that its `main` would have before the first step.
+
+    log_every: number of steps between two rows of metrics.
+    """
     config = script.Config()
     options = options_class(model["architecture"]) if "architecture" in model else type(config.model)
     config.model = options(**model)
@@ -113,7 +121,7 @@ def full_loop(script: ModuleType, image_size: int, log_every: int, model: dict) 
 
 
 def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
-    """Return a function that runs the script's loop for a number of steps; its output is discarded."""
+    """Return a function that runs the script's loop for a number of steps and discards its output."""
     windows = t.windows
 
     def run(steps: int) -> None:
@@ -130,7 +138,9 @@ def script_loop(script: ModuleType, t: Training) -> Callable[[int], None]:
 def bare_loop(
     detector: nn.Module, config: object, loader: torch.utils.data.DataLoader, losses: list[torch.Tensor]
 ) -> Callable[[int], None]:
-    """Return the shortest loop that trains the same: no checks, no log, nothing read from the device."""
+    """Return a function that runs the shortest loop with the same training for a number of steps: without checks and
+    log, and without reading from the device. At the end of each call, it appends the loss of the last step to
+    `losses`."""
     optim: OptimConfig = config.optim
     plain = optim.no_weight_decay_on_norm_and_bias
     rates = {"lr": optim.lr, "backbone_lr": optim.backbone_lr, "weight_decay": optim.weight_decay}
@@ -171,7 +181,7 @@ def bare_loop(
 
 
 def endless_batches(loader: torch.utils.data.DataLoader) -> Iterator[Batch]:
-    """Yield the batches that the script trains on, epoch after epoch."""
+    """Yield the batches that the script trains on, in its order, epoch after epoch without end."""
     sampler = copy.deepcopy(loader.sampler)
     own = make_loader(loader.dataset.dataset, sampler, 0, loader.dataset.stride)
     while True:

@@ -1,4 +1,4 @@
-"""Shared code of the benches: interleaved rounds, the rows that they give, and random data.
+"""Shared code of the benches: interleaved rounds, the rows made from them, and random data.
 
 A row has `name`, `value` and `unit`. Ratios are medians of the rounds' ratios.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Measure the seconds of one call, including the work that it leaves to a device."""
+    """Measure the seconds of one call, including the work that the call has queued on a device."""
     began = time.perf_counter()
     run()
     if torch.accelerator.is_available():
@@ -23,7 +23,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def in_turn(ours: Callable, other: Callable, repeats: int, warm_up: int = 0) -> list[list[float]]:
-    """Measure the seconds of ours, of the other and of ours again in each of `repeats` rounds, after warm-up rounds."""
+    """Measure the seconds of ours, of the other function and of ours again in each of `repeats` rounds, after `warm_up`
+    rounds that are not counted. Return the three numbers of each round."""
     return [[seconds(run) for run in (ours, other, ours)] for _ in range(warm_up + repeats)][warm_up:]
 
 
@@ -32,16 +33,19 @@ def row(name: str, value: float, unit: str) -> dict:
 
 
 def medians(title: str, measured: Mapping[str, tuple[str, Iterable[float]]]) -> list[dict]:
-    """Return a row for each name below a title: the median of its values, in its unit."""
+    """Return a row for each entry of `measured`, (unit, values) by name: the median of the values, named `title` and
+    the name."""
     return [row(f"{title}{name}", statistics.median(values), unit) for name, (unit, values) in measured.items()]
 
 
 def against(
     title: str, other: str, rounds: Sequence[Sequence[float]], ours: str = "ours", alone: str | None = None
 ) -> list[dict]:
-    """Return rows of rounds from `in_turn`: the seconds of both, their ratio, and ours against itself, the noise.
+    """Return the rows of rounds from `in_turn`: the seconds of both functions, their ratio, and ours against itself,
+    the noise.
 
-    alone: name of the other in its own row.
+    title: beginning of the rows' names. other, ours: names of the two functions. alone: another name of the other
+    function in the row of its seconds.
     """
     measured = {
         ours: ("s", [t[0] for t in rounds]),
@@ -55,9 +59,11 @@ def against(
 def losses_against(
     title: str, other: str, losses: Sequence[Callable], outputs: Sequence[Tensor], repeats: int, **names
 ) -> list[dict]:
-    """Measure the seconds of losses, also with their gradients, and the largest relative difference of a loss, as rows.
+    """Measure the seconds of two implementations of losses, with and without their gradients, and the largest relative
+    difference of a loss, as rows.
 
-    losses: ours and the other's, from the raw outputs of a network to losses by name. names: as in `against`.
+    losses: our function and the other one, both from the raw outputs of a network to losses by name. outputs: these raw
+    outputs. The other arguments are those of `against`.
     """
 
     def run(function: Callable, gradient: bool) -> dict[str, Tensor]:
@@ -79,7 +85,8 @@ def losses_against(
 def random_target(
     boxes: int, side: int, num_classes: int, generator: torch.Generator, smallest: float
 ) -> dict[str, Tensor]:
-    """Return boxes of `smallest` to 0.6 of the side anywhere in the image, without crowds."""
+    """Return a target with random boxes anywhere in an image, whose sides are `smallest` to 0.6 of the image's side (in
+    pixels), and random labels; no crowd regions."""
     sizes = side * (smallest + (0.6 - smallest) * torch.rand(boxes, 2, generator=generator) ** 2)
     corners = torch.rand(boxes, 2, generator=generator) * (side - sizes)
     labels = torch.randint(num_classes, (boxes,), generator=generator)
@@ -88,7 +95,8 @@ def random_target(
 
 
 def random_boxes(rng: np.random.Generator, count: int, corner: float, smallest: float, largest: float) -> np.ndarray:
-    """Return (count, 4) float32 xyxy: corners up to `corner`, sides from `smallest` to `largest` pixels."""
+    """Return random boxes (count, 4) float32 xyxy: left top corners up to `corner`, sides from `smallest` to `largest`
+    pixels."""
     corners = rng.uniform(0, corner, (count, 2))
     return np.concatenate([corners, corners + rng.uniform(smallest, largest, (count, 2))], axis=1).astype(np.float32)
 
@@ -96,7 +104,8 @@ def random_boxes(rng: np.random.Generator, count: int, corner: float, smallest: 
 def table_row(
     image_id: int, size_wh: tuple[int, int], boxes: np.ndarray, labels: np.ndarray, crowd: np.ndarray | None = None
 ) -> dict:
-    """Return a row for `toolkit.data.table_cache.write_rows`, without relations; crowd: None for no crowds."""
+    """Return a row for `toolkit.data.table_cache.write_rows`, without relations. crowd: 1 for boxes that are crowd
+    regions, 0 for others; None: there are none."""
     objects = {
         "id": [1000 * image_id + number for number in range(1, len(boxes) + 1)],
         "bbox": boxes.tolist(),

@@ -1,9 +1,9 @@
 """Trainings of a detector with other programs' loops, as a user would write them; `peers.py` starts each in its own
 process.
 
-`python -m benches.peer_programs plan.json` trains for the plan's minutes and leaves `detections.json` (COCO results of
-the validation split) and `trained.json` beside the plan. Rates follow the clock, where the originals go by epochs,
-because the number of steps in these minutes is not known beforehand.
+`python -m benches.peer_programs plan.json` trains for the minutes of the plan, and writes `detections.json` (COCO
+results of the validation split) and `trained.json` into the plan's folder. Learning rates depend on the time, while in
+the originals they depend on epochs, because the number of steps in these minutes is not known beforehand.
 """
 
 import inspect
@@ -28,8 +28,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 @dataclass
 class PeerPlan:
-    """The data to train on (COCO files and folders of images), the length of the training, and the folder for its
-    results."""
+    """The plan of a training: data (COCO files and folders of images), length, and the folder for the results."""
 
     data: str
     train: str
@@ -45,7 +44,8 @@ class PeerPlan:
 
 
 class Clock:
-    """Counter of steps until the minutes are over."""
+    """A counter of steps and images in a training of a number of minutes, which tells how much of the time has
+    passed."""
 
     def __init__(self, minutes: float):
         self.limit = 60 * minutes
@@ -56,11 +56,11 @@ class Clock:
 
     @property
     def share(self) -> float:
-        """Return the share of the minutes that is over, 0 to 1."""
+        """Return the share of the minutes that has passed, 0 to 1."""
         return min(1.0, (time.perf_counter() - self.began) / self.limit)
 
     def tick(self, images: int) -> None:
-        """Count a step after it has ended."""
+        """Count a step that has ended, with this number of images. Print "first step" after the first."""
         self.steps += 1
         self.images += images
         self.seconds = time.perf_counter() - self.began
@@ -72,7 +72,7 @@ class Clock:
 
 
 class PictureDataset(Dataset):
-    """A COCO file's images as squares in memory: (uint8 (side, side, 3), boxes xyxy in its pixels, labels from 0)."""
+    """Images of a COCO file as squares in memory: (uint8 (side, side, 3), boxes xyxy in pixels, labels from 0)."""
 
     def __init__(self, annotations: str, folder: str, side: int):
         document = json.loads(Path(annotations).read_text())
@@ -97,7 +97,7 @@ class PictureDataset(Dataset):
         return self.samples[index]
 
     def results(self, index: int, boxes_xyxy, scores, labels) -> list[dict]:
-        """Return detections of an image, boxes in pixels of its square, as COCO results."""
+        """Convert detections of an image, with boxes in pixels of its square, to COCO results."""
         image = self.images[index]
         scale = torch.tensor([image["width"], image["height"]] * 2) / self.side
         corners = boxes_xyxy.cpu() * scale
@@ -109,7 +109,7 @@ class PictureDataset(Dataset):
 
 
 def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mirror half of the images; uint8 (3, side, side)."""
+    """Mirror an image and its boxes with probability 1/2; return the image uint8 (3, side, side) and the boxes."""
     image, (x1, y1, x2, y2) = torch.tensor(pixels).permute(2, 0, 1), torch.tensor(boxes).T
     if random.random() < 0.5:
         image, x1, x2 = image.flip(-1), image.shape[-1] - x2, image.shape[-1] - x1
@@ -117,7 +117,8 @@ def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor
 
 
 def our_detector(plan: PeerPlan, config: str):
-    """Return a detector of this toolkit with random weights, and the settings of its configuration."""
+    """Return a detector of this toolkit with random weights, and the settings of its configuration file. config: name
+    of this file below `configs/`."""
     import yaml
 
     from toolkit.models import build_detector
@@ -129,9 +130,9 @@ def our_detector(plan: PeerPlan, config: str):
 
 
 def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict], Clock]:
-    """Train with transformers' Trainer as in its object-detection example: albumentations, AdamW, cosine.
+    """Train with transformers' Trainer as in its object-detection example: albumentations, AdamW, cosine schedule.
 
-    ours: begin with weights as we draw them, at the rates, weight decay and clipping of our configuration.
+    ours: start from weights that this toolkit draws, with the rates, weight decay and clipping of its configuration.
     """
     import albumentations
     from transformers import (
@@ -199,8 +200,8 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
 
 
 def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
-    """Train with torchvision's reference: its Faster R-CNN with the anchors, widths and numbers of boxes of our
-    configuration, on resnet18; SGD at 0.02 for 16 images, warmed up, a tenth after 16 and 22 of 26 parts."""
+    """Train with torchvision's reference loop: Faster R-CNN on resnet18, with the anchors, widths and numbers of boxes
+    of our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time."""
     import yaml
     from torchvision.models import resnet18
     from torchvision.models.detection import FasterRCNN
@@ -261,7 +262,7 @@ def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
 
 def detr_engine(plan: PeerPlan) -> tuple[list[dict], Clock]:
     """Train with `engine.py` and the criterion of facebookresearch/detr around our small DETR, with our weights and
-    rates. Its own network begins with trained weights that have to be downloaded."""
+    rates, because that repository's own network starts from trained weights that would have to be downloaded."""
     detector, settings = our_detector(plan, "detr/shapes_detr")
     train, val = (PictureDataset(*split, plan.side) for split in splits(plan))
     folder = Path(os.environ["DETR_FOLDER"])
@@ -357,7 +358,7 @@ PROGRAMS = {
 
 
 def lines_of(program: Callable) -> int:
-    """Count the lines of code of a program and of the pictures it reads, without blank lines, comments and
+    """Count the lines of code of a program and of the data set that it reads, without blank lines, comments and
     docstrings."""
     program = transformers_trainer if program is with_ours else program
     lines = [

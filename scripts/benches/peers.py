@@ -4,9 +4,9 @@
     python scripts/benchmark.py --only peers --out runs/peers/shapes           # bundled shapes; 45 minutes
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
 
-Each program is a process of its own; `runs/peers/` keeps its log and its detections, which pycocotools judges on the
-same file for all. The minutes contain no evaluation, and all are judged by their last weights. If one cannot run,
-the unit of its row says why.
+Each program is a process of its own. Its log and its detections are kept in `runs/peers/`, and pycocotools judges the
+detections of all programs on the same file. The minutes contain no evaluation, and the last weights of every program
+are judged. If a program cannot run, the unit of its row says why.
 """
 
 import csv
@@ -48,7 +48,7 @@ ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our 
 
 @dataclass
 class Ran:
-    """Results of a training, beside the `detections.json` in its folder."""
+    """The results of a training, except its detections, which are in `detections.json` of its folder."""
 
     steps: int
     images: int
@@ -63,13 +63,18 @@ def bench_peers(
     seeds: Sequence[int] = (0,),
     programs: Sequence[str] = ORDER,
 ) -> Iterator[dict]:
-    """Measure this toolkit and other programs. Yields rows with `name`, `value` and `unit`, as they are measured: AP,
-    AP50, steps a minute, images/s, peak memory of the main process, seconds from the start of the process to the end of
-    the first step, and lines a user writes.
+    """Measure this toolkit and other programs. Yield rows with `name`, `value` and `unit` as soon as they are measured:
+    AP, AP50, steps a minute, images/s, peak memory of the main process, seconds from the start of the process to the
+    end of the first step, and the lines of code that a user writes.
 
-    data: shapes, or bccd. minutes: of training. seeds: of every program. programs: of `ORDER`.
+    Args:
+        data: shapes, or bccd.
+        minutes: length of each training.
+        seeds: every program is trained once with each of them.
+        programs: names from `ORDER`.
 
-    Raises BadInput without the pictures.
+    Raises:
+        BadInput: the pictures of bccd are not there.
     """
     plans = {"shapes": _shapes, "bccd": _bccd}[data]()
     for seed in seeds:
@@ -118,7 +123,7 @@ def _measured(title: str, plan: PeerPlan) -> Iterator[dict]:
 
 
 class Watch:
-    """Runner of commands, with their output in the folder's `log.txt`."""
+    """A runner of commands, which writes their output to `log.txt` of a folder, and measures a training among them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -126,8 +131,11 @@ class Watch:
         self.first_s = float("nan")
 
     def run(self, words: Sequence, first: re.Pattern | None = None, environment: dict | None = None) -> str:
-        """Run a command and return its output. first: marks the end of the first step of a training, whose memory is
-        measured too. Raises RuntimeError if the command fails."""
+        """Run a command and return its output. Raises RuntimeError if the command fails.
+
+        words: the command and its arguments. first: pattern of a line that is printed at the end of the first step of a
+        training; the time until then and the peak memory are then measured. environment: variables to add.
+        """
         words = [str(word) for word in words]
         said = []
         began = time.perf_counter()
@@ -151,7 +159,7 @@ class Watch:
 
 
 def judged(annotations: str, detections: Path) -> dict[str, float]:
-    """Compute AP and AP50 with pycocotools."""
+    """Return AP and AP50 of COCO results, computed with pycocotools. annotations, detections: files."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 

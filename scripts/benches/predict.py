@@ -1,4 +1,4 @@
-"""Prediction on image files: `predict_files` against a plain loop, one image after the other."""
+"""Prediction on image files: `predict_files` against a plain loop over single images."""
 
 import statistics
 import tempfile
@@ -16,7 +16,8 @@ from .measuring import row, seconds
 
 
 def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: int = 5) -> list[dict]:
-    """Measure images/s of an SSD on JPEG files of `side` pixels, and the largest difference of a score."""
+    """Measure images/s of an SSD on JPEG files of `side` pixels, resized to `size`, with both, their ratio, and the
+    largest difference of a score."""
     torch.manual_seed(0)
     levels = {"strides": [16, 32, -1], "channels": [64] * 3, "aspect_ratios": [[2]] * 3}
     detector = build_detector("ssd", class_names=["a", "b"], backbone="lcnet_050", **levels).eval()

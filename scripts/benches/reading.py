@@ -28,11 +28,12 @@ print(time.process_time() - began, peak_mb() - before, len(table))
 
 
 def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000, 300_000: 2_190_000})) -> list[dict]:
-    """Measure the megabytes of each file, and the processor seconds and megabytes that reading it takes, and checking
-    it too.
+    """Measure the size of COCO files in megabytes, and the processor seconds and megabytes of memory that reading
+    takes, and checking too.
 
-    sizes: images, and boxes, of the files. Memory is what reading adds to the peak of a process that has imported
-    everything (Linux). Checked: as scripts/check_data.py does it without a look at the images, opened from the cache.
+    sizes: number of images and of boxes of each file. Memory is the amount by which reading raises the peak of a
+    process that has imported everything (Linux). Checking is that of scripts/check_data.py without opening images, on a
+    table from the cache.
     """
     rows = []
     for count, boxes in sizes.items():
@@ -52,7 +53,7 @@ def bench_reading(sizes: Mapping[int, int] = MappingProxyType({118_000: 860_000,
 
 
 def write_large(path: Path, num_images: int, boxes: int) -> Path:
-    """Write a COCO file of 80 classes, piece by piece, with annotations in random order of the images."""
+    """Write a COCO file of 80 classes, piece by piece, whose annotations are of random images; return its path."""
     rng = np.random.default_rng(0)
     step = 50_000
     with open(path, "w") as file:

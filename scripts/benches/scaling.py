@@ -3,8 +3,8 @@
     python scripts/benches/scaling.py                          # 1, 2 and 4 processes: minutes
     python scripts/benches/scaling.py --processes 1 --steps 5  # shows that it runs
 
-Each run is scripts/train_detr.py itself, with clocks around the calls of its loop. Processes share this machine's
-cores, so the seconds of several show what is added to a step, not how fast a larger machine is.
+Each run is scripts/train_detr.py itself, with clocks around the calls of its loop. Processes share the cores of this
+machine, so the seconds of several processes show the time that is added to a step, not the speed of a larger machine.
 """
 
 import argparse
@@ -30,8 +30,11 @@ FASTEST = 25  # percentile over the steps: other work of the machine makes a ste
 
 
 def bench_scaling(processes: Sequence[int] = (1, 2, 4), steps: int = 40, options: Sequence[str] = ()) -> list[dict]:
-    """Measure each number of processes; two first steps are not counted. Returns rows with `name`, `value` and
-    `unit`."""
+    """Measure training with each number of processes, after two steps that are not counted. Return rows with `name`,
+    `value` and `unit`.
+
+    options: further arguments of scripts/train_detr.py.
+    """
     ensure_shapes()
     rows = []
     for count in processes:
@@ -61,7 +64,7 @@ def _measure(count: int, steps: int, options: Sequence[str]) -> dict:
 
 
 class Clocks:
-    """Seconds of each part by step, and the bytes that collectives carry."""
+    """Clocks for the parts of each step in seconds, and counters of the bytes that collectives carry."""
 
     def __init__(self):
         self.parts: dict[str, list[float]] = defaultdict(list)
@@ -72,7 +75,7 @@ class Clocks:
         self.others: dict[str, float] = {}
 
     def around(self, owner: object, name: str, part: str) -> None:
-        """Time every call of `owner.name` as this part."""
+        """Replace the method or function `name` of `owner` by one that also adds its time to `part` of the step."""
         call = getattr(owner, name)
 
         def timed(*args, **kwargs):
@@ -85,7 +88,7 @@ class Clocks:
         setattr(owner, name, timed)
 
     def once(self, owner: object, name: str) -> None:
-        """Keep the seconds of the first call of `owner.name`."""
+        """Replace the method or function `name` of `owner` by one that also keeps the seconds of its first call."""
         call = getattr(owner, name)
 
         def timed(*args, **kwargs):
@@ -122,7 +125,8 @@ class Clocks:
 
 
 def train_with_clocks(out: Path, arguments: list[str]) -> None:
-    """Run main() of scripts/train_detr.py in this process of the run; the main process writes `out`."""
+    """Run main() of scripts/train_detr.py in this process, with clocks. The process of rank 0 writes the measurements
+    to `out`."""
     import train_detr
 
     from toolkit.run import loop, training_window, validation

@@ -1,6 +1,5 @@
 """Scene graphs: evaluation against a straightforward program of the same definition, image by image in NumPy; relation
-heads on a batch against one image at a time.
-"""
+heads on a batch against one image at a time."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,8 +22,8 @@ def bench_graph_evaluation(
 ) -> list[dict]:
     """Measure the seconds from predictions to all metrics: medians of interleaved rounds.
 
-    Rows: ours, the plain program, their ratio, ours against itself (the noise), and the largest difference of a number.
-    In sgcls, where all metrics are defined, with boxes that are matched like detections.
+    Rows: ours, the plain program, their ratio, ours against itself (the noise), and the largest difference of a metric.
+    The mode is sgcls, where all metrics are defined, but the boxes are matched like detections.
     """
     data = random_scene_graphs(num_images, num_objects, num_pairs, num_predicates)
     ours, plain = (partial(f, *data, num_predicates) for f in (our_evaluation, plain_evaluation))
@@ -36,10 +35,11 @@ def bench_graph_evaluation(
 
 
 def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: int = 15) -> list[dict]:
-    """Measure the seconds of the evaluation's forward: a batch, and its images one at a time; medians of interleaved
-    rounds.
+    """Measure the seconds of a forward in evaluation, on a batch and on its images one at a time: medians of
+    interleaved rounds.
 
-    Rows as above for each of two heads, and the largest difference of a logit.
+    Rows for each of two heads: the batch, single images, their ratio, the batch against itself (the noise), and the
+    largest difference of a logit.
     """
     rows = []
     for name in ("motifs", "vctree"):
@@ -57,9 +57,10 @@ def bench_relation_heads(num_images: int = 8, num_objects: int = 10, repeats: in
 
 
 def random_scene_graphs(num_images: int, num_objects: int, num_pairs: int, num_predicates: int, num_classes: int = 150):
-    """Make truths, predictions and unseen triplets (see `evaluate_scene_graphs`).
+    """Make random truths, predictions and unseen triplets, the first arguments and `zero_shot` of
+    `evaluate_scene_graphs`.
 
-    About half of the relations can be found; a tenth of the triplets that occur counts as unseen.
+    The predictions find about half of the relations; a tenth of the triplets that occur counts as unseen.
     """
     rng = np.random.default_rng(0)
     truths = []
@@ -89,7 +90,7 @@ def our_evaluation(truths: Sequence[Mapping], predictions: Sequence[Mapping], ze
 def plain_evaluation(
     truths: Sequence[Mapping], predictions: Sequence[Mapping], zero_shot: np.ndarray, num_predicates: int
 ) -> dict[str, np.ndarray]:
-    """Compute R, ngR, zR, ngzR, mR, ngmR and A at RECALL_AT, image by image as the original does it, in NumPy."""
+    """Compute R, ngR, zR, ngzR, mR, ngmR and A at RECALL_AT in NumPy, image by image as in the original."""
     recall: dict[str, list] = {"R": [], "ngR": [], "zR": [], "ngzR": []}
     per_predicate = {name: [[[] for _ in range(num_predicates)] for _ in RECALL_AT] for name in ("mR", "ngmR")}
     accuracy = []
@@ -141,7 +142,10 @@ def _plain_matches(truth: Mapping, pred: Mapping, triplets: np.ndarray) -> np.nd
 
 
 def random_batch(num_objects: list[int], sizes: HeadSizes, seed: int = 0) -> RelationBatch:
-    """Make images of random boxes and features for sgcls, with every ordered pair."""
+    """Make a batch of images with random boxes, features and logits for sgcls, and every ordered pair of objects.
+
+    num_objects: number of objects of each image. sizes: widths of the features.
+    """
     generator = torch.Generator().manual_seed(seed)
     total = sum(num_objects)
     corner = torch.rand(total, 2, generator=generator) * 300
@@ -164,7 +168,8 @@ def random_batch(num_objects: list[int], sizes: HeadSizes, seed: int = 0) -> Rel
 def head_and_batches(
     name: str, num_images: int, num_objects: int
 ) -> tuple[torch.nn.Module, list[RelationBatch], RelationBatch]:
-    """Return a head in evaluation mode, images of `num_objects` objects one by one, and all of them in one batch."""
+    """Return a head in evaluation mode, batches of one image with `num_objects` objects each, and one batch of all
+    these images."""
     sizes = HeadSizes(31, 21, roi_dim=256, union_dim=256, hidden_dim=128, pooling_dim=256, embed_dim=50)
     torch.manual_seed(0)
     head = build_relation_head(name, "sgcls", sizes, torch.randn(31, 31, 21)).eval()

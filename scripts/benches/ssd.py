@@ -1,4 +1,4 @@
-"""SSD: matching and multibox loss against torchvision's, which goes image by image, at the same anchors."""
+"""SSD: matching and multibox loss against torchvision's, which works image by image, with the same anchors."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -21,8 +21,8 @@ RATIOS = (2, 3)
 def bench_ssd(
     batch: int = 16, side: int = 320, boxes: int = 8, num_classes: int = 80, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Measure the losses from outputs and boxes, as rows of `losses_against`. Ours also counts the positives for
-    accumulation, which means matching a second time."""
+    """Measure the losses from outputs and boxes, as rows of `losses_against`. Ours includes the count of positives for
+    gradient accumulation, for which anchors are matched a second time."""
     generator = torch.Generator().manual_seed(seed)
     levels = zip(STRIDES, anchor_scales(len(STRIDES), 0.1, 1.05), strict=True)
     anchors = torch.cat([level_anchors((-(-side // s),) * 2, scales, RATIOS) for s, scales in levels])
@@ -34,7 +34,7 @@ def bench_ssd(
 
 
 def our_losses(logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targets: list[dict]) -> dict[str, Tensor]:
-    """Compute the toolkit's losses, as training calls them."""
+    """Compute the losses with the toolkit's functions, as in training."""
     criterion = SsdCriterion()
     image_hw = torch.tensor([side, side])
     denominators = criterion.denominators(anchors, targets, image_hw)
@@ -45,8 +45,8 @@ def our_losses(logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targ
 def torchvision_losses(
     logits: Tensor, offsets: Tensor, anchors: Tensor, side: int, targets: list[dict]
 ) -> dict[str, Tensor]:
-    """Compute torchvision's losses with its matcher and `SSD.compute_loss`, as `SSD.forward` calls them; its labels
-    start at 1."""
+    """Compute the losses with torchvision's matcher and `SSD.compute_loss`, as in `SSD.forward`; its labels start at
+    1."""
     boxes = cxcywh_to_xyxy(anchors) * side
     matcher = detection.SSDMatcher(0.5)
     matched = [matcher(box_iou(target["boxes"], boxes)) for target in targets]

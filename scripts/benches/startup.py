@@ -16,7 +16,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_detr.py"
 
 
 def bench_startup(repeats: int = 3, options: Sequence[str] = ()) -> list[dict]:
-    """Measure medians over `repeats` starts, after one that fills the caches of disk and data and is not counted.
+    """Measure the seconds until the first step: medians over `repeats` starts, after one that is not counted, which
+    fills the caches of disk and data.
 
     options: further arguments of the script.
 

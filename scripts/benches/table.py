@@ -1,4 +1,5 @@
-"""A table as large as COCO's training set: how fast it opens from the cache, and what it costs a worker in memory."""
+"""A table as large as COCO's training set: the time to open it from the cache, and the memory that it costs a
+worker."""
 
 import gc
 import statistics
@@ -21,7 +22,7 @@ WORKERS = 2
 
 
 class Targets(Dataset):
-    """A data set of the targets in a table, without images; each item is the number of boxes."""
+    """A data set of the targets in a table, without images. An item is the number of boxes of an image."""
 
     def __init__(self, table: DetectionTable):
         self.table = table
@@ -35,7 +36,7 @@ class Targets(Dataset):
 
 
 class Nothing(Dataset):
-    """A data set with as many samples as a table, but without a table: the cost of a worker by itself."""
+    """A data set with as many samples as a table, but without the table; it shows the memory of a worker by itself."""
 
     def __init__(self, length: int):
         self.length = length
@@ -48,9 +49,12 @@ class Nothing(Dataset):
 
 
 def bench_table(num_images: int = 118_000, num_boxes: int = 860_000, repeats: int = 5, epochs: int = 3) -> list[dict]:
-    """Measure the seconds to open the annotation file with a warm cache (median; the file is hashed each time), and the
-    memory (proportional set size: shared memory counts by its share) that a worker of a shuffled epoch needs above a
-    worker without a table, after the first and after the last of `epochs`.
+    """Measure the seconds to open an annotation file with a warm cache (median; the file is hashed each time), and the
+    memory that a loader worker needs for the table.
+
+    Memory is the proportional set size, in which shared memory counts by its share. Rows give the difference to a
+    worker without a table, after the first and after the last of `epochs` shuffled epochs, and the growth between
+    these.
     """
     with tempfile.TemporaryDirectory() as folder:
         annotations = write_large(Path(folder) / "annotations.json", num_images, num_boxes)

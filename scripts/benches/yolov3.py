@@ -1,4 +1,5 @@
-"""YOLOv3: target assignment and losses against a straightforward loop over boxes; exported model against PyTorch."""
+"""YOLOv3: target assignment and losses against a straightforward loop over boxes; the exported model against
+PyTorch."""
 
 import statistics
 import tempfile
@@ -31,8 +32,8 @@ from .measuring import in_turn, losses_against, random_target, row
 def bench_yolov3_losses(
     batch: int = 16, side: int = 416, boxes: int = 20, num_classes: int = 80, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Measure the losses from raw predictions and boxes, as rows of `losses_against`. For both, the gradient is one
-    array as large as the predictions, which narrows the difference."""
+    """Measure the losses from raw predictions and boxes, as rows of `losses_against`. For both implementations, the
+    gradient is one array as large as the predictions, which makes their times more alike."""
     generator = torch.Generator().manual_seed(seed)
     anchors = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
     count = len(make_grid((side, side), anchors).cells_xy)
@@ -43,7 +44,7 @@ def bench_yolov3_losses(
 
 
 def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
-    """Compute the toolkit's losses, as `YOLOv3.criterion` calls them."""
+    """Compute the losses with the toolkit's functions, as in `YOLOv3.criterion`."""
     grid = make_grid((side, side), anchors)
     sizes = torch.full((len(targets), 2), side)
     assigned = assign_boxes(targets, sizes, anchors, grid)
@@ -52,7 +53,7 @@ def our_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: 
 
 
 def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, side: int) -> dict[str, Tensor]:
-    """Compute the losses box by box, with targets for all predictions, as the original does."""
+    """Compute the losses box by box, with targets for all predictions, as in the original."""
     batch, count, outputs = predictions.shape
     num_classes = outputs - 5
     flat_anchors = anchors.reshape(-1, 2)
@@ -96,8 +97,8 @@ def looped_losses(predictions: Tensor, targets: list[dict], anchors: Tensor, sid
 def bench_yolov3_export(
     backbone: str = "lcnet_050", batch: int = 4, side: int = 256, repeats: int = 7, seed: int = 0
 ) -> list[dict]:
-    """Measure images/s from uint8 pixels to suppressed boxes, with PyTorch and ONNX Runtime on the same number of
-    threads."""
+    """Measure images/s from uint8 pixels to boxes after suppression, with PyTorch and ONNX Runtime on the same number
+    of threads, and the largest differences of a box and of a score."""
     torch.manual_seed(seed)
     names = [str(c) for c in range(20)]
     widths = [128, 64, 32]

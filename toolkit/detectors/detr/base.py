@@ -1,4 +1,5 @@
-"""Shared parts of the family's detectors: construction from options, decoding, and saving for transformers."""
+"""Shared parts of the detectors of the DETR family: construction from options, decoding, and saving for
+transformers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,12 +34,14 @@ os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
 
 
 class TransformersDetector(Detector):
-    """A detector around `self.model`, a model of transformers. With `source_config`, the `to_dict()` of a transformers
-    config, it is that model with these classes; options that are given override its entries.
+    """A detector around `self.model`, a model of transformers.
+
+    It is built from the options and, if `source_config` is given (the `to_dict()` of a transformers config), from that
+    config with other classes; options that the user has set override its entries.
 
     A subclass defines:
-        entries: the entries of transformers' config that each option sets.
-        published: entries without an option of ours whose published value is not transformers'.
+        entries: for each option, the names of the entries of transformers' config that it sets.
+        published: config entries that have no option here, and whose published value is not transformers' default.
     """
 
     config_class: type[PreTrainedConfig]
@@ -56,8 +59,8 @@ class TransformersDetector(Detector):
 
     @property
     def max_detections(self) -> int:
-        """Return the limit that RT-DETR, D-FINE and similar detectors evaluate with: one per query, and at least
-        100."""
+        """Return the largest number of detections per image: the number of queries, and at least 100, as in the
+        evaluation of RT-DETR, D-FINE and similar detectors."""
         return max(*self.object_limits.values(), Detector.max_detections)
 
     @property
@@ -65,7 +68,8 @@ class TransformersDetector(Detector):
         return "fixed" if self.fixed_size else "any"
 
     def _set_criterion(self, set_loss: nn.Module, statistics: tuple[tuple, tuple], used: Mapping[str, object]) -> None:
-        """Set the criterion, mean and std, and the resolved options that the config does not hold."""
+        """Set the criterion `set_loss`, mean and deviation of the pixels, and `used`, the resolved options that the
+        config lacks."""
         clamp_without_check_(self.model)
         config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
         self.leaves_unused = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
@@ -84,7 +88,7 @@ class TransformersDetector(Detector):
         score_threshold: float,
         top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the `top_k` best (query, class) pairs, best first; boxes are not clipped. Same as `PostProcess` of
+        """Return the `top_k` best pairs of query and class, best first; boxes are not clipped. This is `PostProcess` of
         Deformable DETR and its successors; see `Detector.decode`."""
         boxes, scores = self.all_predictions(outputs, orig_sizes)  # (B, Q, 4), (B, Q, C)
         classes = scores.shape[2]
@@ -102,14 +106,16 @@ class TransformersDetector(Detector):
         return denormalize_boxes(boxes_xyxy, sizes), self.class_scores(logits.float())
 
     def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return logits (B, Q, C) and boxes (B, Q, 4), cxcywh as fractions of the image, of the detecting queries."""
+        """Return the class logits (B, Q, C) and boxes (B, Q, 4) of the last decoder layer, for the Q queries that
+        detect. Boxes are cxcywh, as fractions of the image."""
         return outputs["logits"][-1], outputs["boxes"][-1]
 
     def class_scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
 
     def resolved_options(self) -> dict:
-        """Return the settings with the values in use; those of the source are read back from the built config."""
+        """Return the settings with the values in use. Values that came from a source config are read from the config of
+        the model."""
         return {
             **self.options,
             **from_entries(self.model.config, self.entries),
@@ -122,9 +128,9 @@ class TransformersDetector(Detector):
         """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
 
         Args:
-            categories: the classes in the order of the labels, with original `id` and `name`.
-            processor_size: the size that the image processor resizes to, in pixels, as transformers spells it:
-                `{"height": 640, "width": 640}`, `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
+            categories: the classes in the order of the labels, with their original `id` and `name`.
+            processor_size: the size in pixels that the image processor resizes to, in the form of transformers:
+                `{"height": 640, "width": 640}` or `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
         from toolkit.models.final import save_transformers_folder  # no step needs it
 
@@ -138,12 +144,12 @@ class TransformersDetector(Detector):
 
 
 class MatchedDetector(TransformersDetector):
-    """A detector of the family with configurable matching costs. A subclass defines `model_class` and `_initialise`; it
-    classifies with sigmoids and a `FocalCriterion` unless it overrides `_criterion`.
+    """A detector of the family whose matching costs are settings. A subclass defines `model_class` and `_initialise`.
+    Classes are scored with sigmoids and trained with a `FocalCriterion`, unless the subclass overrides `_criterion`.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, unavailable weights, settings that do not fit together, a source
-            of another architecture.
+        BadInput: the backbone or `freeze` is unknown, weights cannot be loaded, settings do not fit together, or
+            `source_config` is of another architecture.
     """
 
     model_class: type[PreTrainedModel]
@@ -207,22 +213,24 @@ class MatchedDetector(TransformersDetector):
         return [projection_tap(core.input_projection, self.last_stride(), width)]
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return this batch's number of boxes (once per group of queries) from CPU targets; crowd regions do not
-        count."""
+        """Return the number of annotated boxes of this batch, without crowd regions, times the number of query groups.
+        It is computed from targets on the CPU."""
         return {"boxes": float(sum(count_objects(targets)) * self.groups)}
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `FocalCriterion.forward`."""
+        """Return `(losses, metrics)` for the outputs of `forward`; see `FocalCriterion.forward`."""
         return self.set_loss(outputs, targets, denominators, self.groups)
 
 
 def projection_tap(projection: nn.Module, stride: int, channels: int) -> MapTap:
-    """Return the tap of the convolution that projects a backbone map to the width of the transformer."""
+    """Return a `MapTap` for the output of `projection`, the convolution that projects a backbone map to the width of
+    the transformer. stride: in pixels. channels: the width of the transformer."""
     return MapTap(projection, [stride], [channels], lambda _, level: [level])
 
 
 def check_positions(height: int, width: int, positions: int, num_queries: int) -> None:
-    """Raise BadInput for images whose feature maps have fewer positions than there are queries to choose."""
+    """Raise BadInput if images of this height and width in pixels have fewer positions on their feature maps than there
+    are queries to choose from them."""
     if positions < num_queries:
         raise BadInput(
             f"model.num_queries {num_queries}: images of {height}x{width} px have only {positions} positions; use "
@@ -231,8 +239,9 @@ def check_positions(height: int, width: int, positions: int, num_queries: int) -
 
 
 def precision(training: bool, device: torch.device):
-    """Return the context of a forward pass: autocast in training, float32 in evaluation, as for users of `final/`: half
-    precision would round a reference point, and with it a box, to 1/256 of the image."""
+    """Return the context manager for a forward pass. In training it leaves autocast on; in evaluation it turns autocast
+    off, because users of the saved model compute in float32, and half precision would round a reference point, and with
+    it a box, to 1/256 of the image."""
     if not training:
         return torch.autocast(device.type, enabled=False)
     if device.type == "cpu" and torch.is_autocast_enabled("cpu"):

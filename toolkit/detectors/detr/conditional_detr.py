@@ -1,9 +1,10 @@
 """Conditional DETR (Meng et al., ICCV 2021) and DAB-DETR (Liu et al., ICLR 2022) on any timm backbone: transformers'
-models, our losses.
+models with the losses of this toolkit.
 
-transformers' own auxiliary outputs have the defect of its DETR: the normalised state goes into the next decoder layer.
-Here Conditional DETR runs with `auxiliary_loss=False`, and the decoder's norm is applied to a copy of every layer's
-state. Queries of DAB-DETR are anchor boxes that every decoder layer updates; its auxiliary outputs are the original's.
+transformers' own auxiliary outputs have the same defect as those of its DETR: the normalised state goes into the next
+decoder layer. Here Conditional DETR runs with `auxiliary_loss=False`, and the decoder's norm is applied to a copy of
+every layer's state. The queries of DAB-DETR are anchor boxes that every decoder layer updates; its auxiliary outputs
+are the original's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,8 @@ class ConditionalDetr(MatchedDetector):
         _initialise(model, model.model.query_position_embeddings, model.class_labels_classifier)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of the Q queries after each of the L decoder layers;
+        see `Detr.forward`."""
         states, outputs = decoder_states(self, images, sizes)
         with torch.autocast(images.device.type, enabled=False):
             references = outputs.reference_points.to(states.dtype)  # (Q, B, 2) fractions of the image
@@ -72,7 +74,8 @@ class DabDetr(MatchedDetector):
         return getattr(extractor, "_backbone", extractor)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`."""
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of the Q queries after each of the L decoder layers;
+        see `Detr.forward`."""
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         mask = pixel_mask(sizes, images.shape[-2:])
         with precision(self.training, images.device):

@@ -1,5 +1,5 @@
-"""Configuration of the DETR family for transformers: options override a hub model's config, which overrides the
-published values."""
+"""Configuration of the DETR family for transformers: the user's options override the config of a hub model, and that
+config overrides the published values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -39,14 +39,17 @@ ENCODER_DECODER = {
 
 
 def handed_over(options: DetectorOptions, source_config: Mapping | None) -> dict[str, Any]:
-    """Return the settings that apply: all of them or, with a source, only those given; the source decides the
-    others."""
+    """Return the options to apply, by name, without those that are None. Without a source config these are all options;
+    with one, only those that the user has set, because the source config decides the others."""
     values = asdict(options) if source_config is None else options.given
     return {name: value for name, value in values.items() if value is not None}
 
 
 def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Convert our options to entries of a transformers config. entries: the entries' names by option name."""
+    """Convert options, `values` by name, to entries of a transformers config.
+
+    entries: for each option, the names of the config entries that get its value. Options without a value are left out.
+    """
     result = {}
     for option, names in entries.items():
         if option in values:
@@ -55,7 +58,10 @@ def to_entries(values: Mapping[str, Any], entries: Mapping[str, Sequence[str]]) 
 
 
 def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Convert a transformers config to our options; an option that stands for entries with different values is None."""
+    """Read our options from a transformers config. An option whose config entries have different values becomes None.
+
+    entries: for each option, the names of its config entries.
+    """
     result = {}
     for option, names in entries.items():
         values = [getattr(config, name) for name in names]
@@ -67,10 +73,11 @@ def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]])
 def detector_config(
     config_class: type[PreTrainedConfig], class_names: Sequence[str], source_config: Mapping | None, **entries
 ) -> PreTrainedConfig:
-    """Build a transformers config: `config_class`'s values, overridden by the source's, overridden by `entries`.
+    """Build a transformers config from the defaults of `config_class`, overridden by the source config, overridden by
+    `entries`. The classes are `class_names`, and transformers' own auxiliary losses are turned off.
 
     Raises:
-        BadInput: the source is of another architecture.
+        BadInput: the source config is of another architecture.
     """
     source = source_config or {}
     if source.get("model_type", config_class.model_type) != config_class.model_type:
@@ -95,8 +102,8 @@ def pixel_statistics(
     options: TransformerOptions,
     published=(IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
 ) -> tuple[tuple, tuple]:
-    """Return mean and standard deviation of RGB values in [0, 1]: as given, else the timm backbone's, else
-    `published`."""
+    """Return mean and standard deviation of RGB values in [0, 1]: those of the options if given, else those of the timm
+    backbone, else `published`."""
     name = timm_name(config)
     default_mean, default_std = image_statistics(name) if name else published
     return tuple(options.mean or default_mean), tuple(options.std or default_std)
@@ -106,7 +113,8 @@ def pixel_statistics(
 
 
 def timm_name(config: PreTrainedConfig) -> str | None:
-    """Return the name of the timm backbone in a detector's config; None: no backbone, or one of transformers."""
+    """Return the name of the timm backbone in the config of a detector; None if it has no backbone, or one of
+    transformers."""
     backbone = getattr(config, "backbone_config", None)
     if backbone is None or backbone.model_type != "timm_backbone":
         return None
@@ -114,15 +122,16 @@ def timm_name(config: PreTrainedConfig) -> str | None:
 
 
 def backbone_entry(options: BackboneOptions, source_config: Mapping | None, strides: Sequence[int] | None = None):
-    """Return the `backbone_config` of a detector: that of the source, unless another backbone is given.
+    """Return the `backbone_config` of a detector: that of the source config, unless the user has set another backbone.
+
+    timm backbones get frozen batch norms, made by timm; see `toolkit.models.backbones`.
 
     Args:
-        strides: of the feature maps that are used; None: the last map alone.
-
-    timm backbones get frozen batch norms, made by timm; see backbones.py.
+        strides: strides in pixels of the feature maps that the detector uses; None: the last map alone.
 
     Raises:
-        BadInput: unknown backbone, missing strides, dilation of a backbone that is not timm's.
+        BadInput: the backbone is unknown or does not have the strides, or `dilation` is set for a backbone of
+            transformers.
     """
     source = source_config or {}
     values = handed_over(options, source_config)
@@ -172,12 +181,13 @@ def prepare_backbone(
     """Load the weights of a detector's backbone and freeze parts of it.
 
     Args:
-        module: the backbone; of timm: the feature extractor itself.
-        config: the detector's.
+        module: the backbone; for a timm backbone, the feature extractor itself.
+        config: the config of the detector.
 
     Returns:
-        the options `backbone`, `freeze` and, for detectors that have it, `dilation`, as they are now. A backbone of
-        transformers has no name; if `freeze` is not given it is "paper" for a ResNet, else "none".
+        the options `backbone`, `freeze` and, for detectors that have it, `dilation`, with the values in use. For a
+        backbone of transformers, `backbone` is None, and `freeze`, if it is not set, is "paper" for a ResNet and "none"
+        for others.
 
     Raises:
         BadInput: settings that this backbone does not support.
@@ -203,14 +213,20 @@ def prepare_backbone(
 
 
 def start_backbone(backbone: nn.Module, config: TimmBackboneConfig, freeze: str, pretrained: bool | str) -> None:
-    """Load timm's weights into `backbone`, the extractor that transformers made from `config`, and freeze it.
+    """Load timm's weights into `backbone`, the feature extractor that transformers made from `config`, and freeze parts
+    of it.
 
     transformers would initialise the convolutions as N(0, 0.02), with which the signal of a deep network without norms
-    vanishes. It would also replace every `nn.BatchNorm2d`, even timm's `BatchNormAct2d`, which holds the activation as
-    well: a MobileNet loses its non-linearities. `config.freeze_batch_norm_2d` lets timm do the replacement, which keeps
-    them, and travels in `config.json`, so that the saved model is rebuilt the same way.
+    vanishes. It would also replace every `nn.BatchNorm2d`, even timm's `BatchNormAct2d`, which includes the activation:
+    a MobileNet would lose its non-linearities. With `config.freeze_batch_norm_2d`, timm replaces the norms and keeps
+    the activations. That entry is written to `config.json`, so that the saved model is rebuilt in the same way.
 
-    `pretrained`: see `timm_model`; `freeze`: see `freeze_backbone`; it raises the errors of both.
+    Args:
+        pretrained: see `timm_model`.
+        freeze: see `freeze_backbone`.
+
+    Raises:
+        BadInput: `timm_model` or `freeze_backbone` raises it.
     """
     options = {
         "features_only": True,
@@ -249,15 +265,16 @@ def rt_detr_config(
     options: RTDetrV2Options,
     source: Mapping[str, Any] | None,
 ) -> tuple[PreTrainedConfig, str]:
-    """Return the config of RT-DETR-v2, D-FINE or DEIMv2, and the frozen parts of its backbone.
+    """Return the config of RT-DETR-v2, D-FINE or DEIMv2, and the parts of the backbone to freeze: "paper", "norms" or
+    "none".
 
     Args:
-        detector: its class, see `TransformersDetector`.
-        source: `to_dict()` of a transformers config, which the model is to be built from.
+        detector: the class of the detector, see `TransformersDetector`.
+        source: `to_dict()` of the transformers config to build the model from; None: the published values.
 
     Raises:
-        BadInput: `source` is of another model; a backbone without the strides; `backbone`, `pretrained_backbone` or
-            freeze "paper" for a backbone that is not timm's.
+        BadInput: `source` is of another model; the backbone does not have the strides; `backbone`,
+            `pretrained_backbone` or `freeze` "paper" is set for a backbone that is not timm's.
     """
     config_class = detector.config_class
     kind = detector.config_class.model_type

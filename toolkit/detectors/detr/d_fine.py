@@ -1,7 +1,7 @@
 """D-FINE (Peng et al., 2024, arXiv 2410.13842) on any timm backbone.
 
-transformers' model with our criterion. It refines the decoder of `rt_detr.py`: each side of a box is a distribution
-over offsets that every layer updates.
+It is transformers' model with the criterion of this toolkit. D-FINE refines the decoder of `rt_detr.py`: each side of a
+box is a distribution over offsets that every layer updates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,11 @@ from toolkit.detectors.detr.rt_detr import RTDetrV2
 
 
 class DFine(RTDetrV2):
-    """`transformers.DFineForObjectDetection`. Settings: see `DFineOptions`; images and errors: see `RTDetrV2`.
+    """`transformers.DFineForObjectDetection`. Settings: see `DFineOptions`. See `RTDetrV2` for the images and the
+    exceptions.
 
-    The union of matches (`union_matching`) is as published, while transformers has it in DEIMv2 only.
+    With `union_matching`, box losses are computed for every query that some layer matched, as in D-FINE's own program;
+    of transformers' criteria only DEIMv2's does so.
     """
 
     Options = DFineOptions
@@ -52,7 +54,7 @@ class DFine(RTDetrV2):
         }
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return this batch's number of boxes, without crowd regions, and of images, from CPU targets."""
+        """Return the number of boxes, without crowd regions, and of images of this batch, from targets on the CPU."""
         return {
             "boxes": float(sum(count_objects(targets))),
             "images": float(len(targets)),

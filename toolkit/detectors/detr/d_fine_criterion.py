@@ -1,9 +1,10 @@
 """Criterion of D-FINE (Peng et al., 2024, arXiv 2410.13842) and DEIMv2 (Huang et al., 2025, arXiv 2509.20787).
 
-Same numbers as `transformers.loss.loss_d_fine.DFineLoss` and `loss_deimv2.Deimv2Loss` on outputs that belong together,
-as in Peterande/D-FINE. (transformers hands them the distributions one layer too late: docs/differences.md.)
+The losses equal those of `transformers.loss.loss_d_fine.DFineLoss` and `loss_deimv2.Deimv2Loss` if these are given the
+distributions of the right layers, as in Peterande/D-FINE. (transformers itself passes the distributions one layer too
+late: docs/differences.md.)
 
-All layers are dense tensors over (output, image, query); which query has which object is a mask and an index, so that
+All layers are dense tensors over (output, image, query), and the object of each query is a mask and an index, so that
 only the matcher waits for the device.
 """
 
@@ -25,7 +26,7 @@ TEMPERATURE = 5.0  # of the self-distillation
 
 
 class Outputs(NamedTuple):
-    """Predictions of one group of queries: M outputs, of which L, after the first one, have distributions."""
+    """Predictions of one group of N queries: M outputs, of which L, those after the first one, have distributions."""
 
     logits: Tensor  # (M, B, N, C)
     boxes_cxcywh: Tensor  # (M, B, N, 4) fractions of the image
@@ -34,28 +35,29 @@ class Outputs(NamedTuple):
 
 
 class QueryAssignment(NamedTuple):
-    """The object of each query, `(M, B, N)`, or `(1, B, N)` when it is the same in every output."""
+    """The object of each of N queries in M outputs, `(M, B, N)`, or `(1, B, N)` when it is the same in every output."""
 
     target: Tensor  # int64, index among the targets of the image
     matched: Tensor  # 1 where the query has an object, else 0
 
 
 class DFineCriterion(nn.Module):
-    """Losses of every output, by suffix: none: last decoder layer; `_aux_i`: decoder layer i; `_pre`: the first one's
-    boxes before refinement; `_enc`: the encoder's proposals; `_dn_i`, `_dn_pre`: the denoising queries.
+    """Losses of every output. The suffix of a loss names the output: none for the last decoder layer, `_aux_i` for
+    decoder layer i, `_pre` for the first layer's boxes before refinement, `_enc` for the encoder's proposals, `_dn_i`
+    and `_dn_pre` for the denoising queries.
 
-    `loss_vfl` (or `loss_mal`), `loss_bbox`, `loss_giou` of all of them; `loss_fgl` (fine-grained localisation: the
-    distribution of each side) of decoder layers; `loss_ddf` (their distillation from the last layer) of all but the
-    last one.
+    All outputs have `loss_vfl` (or `loss_mal`), `loss_bbox` and `loss_giou`. Decoder layers also have `loss_fgl`
+    (fine-grained localisation: the distribution of each side), and all of these but the last `loss_ddf` (distillation
+    from the last layer's distributions).
 
     Args:
         num_classes: object classes C, the columns of the logits.
         config: of transformers: number of layers, whether there are denoising queries in training, the exponent of the
             classification loss (published: 2 in D-FINE, 1.5 in DEIM), and bins, `reg_scale` and `up` of the
             distribution, see `transformers.loss.loss_d_fine.weighting_function`.
-        is_mal: the classification is matchability-aware (DEIM) instead of varifocal (D-FINE).
-        union_matching: losses of boxes go to every query that some output matched, with the object it was matched to
-            most often, and are divided by their number; else each output has its own matches.
+        is_mal: the classification loss is matchability-aware (DEIM) instead of varifocal (D-FINE).
+        union_matching: compute box losses for every query that some output matched, with the object that the query was
+            matched to most often, and divide by the number of these queries; otherwise each output has its own matches.
     """
 
     metric_names = ()
@@ -111,14 +113,15 @@ class DFineCriterion(nn.Module):
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
         Args:
-            layers: `logits (B, L + 1, D + Q, C)` and `boxes (B, L + 1, D + Q, 4)`, before refinement, then after each
-                layer, denoising queries first; `corners (B, L, D + Q, 4 * (bins + 1))`; `references (B, D + Q, 4)`;
-                `encoder_logits (B, Q, C)`, `encoder_boxes (B, Q, 4)`; `denoising`: transformers'
-                `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
-                `_dn` losses are missing. Boxes are cxcywh, fractions of the image.
+            layers: outputs for D denoising queries, followed by Q queries: `logits (B, L + 1, D + Q, C)` and `boxes (B,
+                L + 1, D + Q, 4)`, before refinement and after each of the L layers; `corners (B, L, D + Q, 4 * (bins +
+                1))`; `references (B, D + Q, 4)`; `encoder_logits (B, Q, C)`, `encoder_boxes (B, Q, 4)`; `denoising`:
+                transformers' `denoising_meta_values`, or None if there are no denoising queries (no boxes in the batch,
+                or evaluation), and then there are no `_dn` losses. Boxes are cxcywh, fractions of the image.
             targets: per image, see `pad_targets`, without crowd regions.
-            denominators: `boxes`, `images`. Losses divided by the number of matches (the union) or by nothing
-                (distillation) are weighted by this batch's share of the boxes instead.
+            denominators: `boxes` and `images` of the optimizer step. Where the original divides by the number of
+                matches of the batch (the union), the loss is also multiplied by this batch's share of the boxes; the
+                distillation, which the original does not divide, by this batch's share of the images.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -174,8 +177,8 @@ class DFineCriterion(nn.Module):
         denominators: tuple,
         share: Tensor | float,
     ) -> list[Tensor]:
-        """Return the losses in the order of `_names`. `assigned` matches classes and `shared` boxes, like
-        `denominators`."""
+        """Return the losses in the order of `_names`. Classes are matched by `assigned`, boxes by `shared`;
+        `denominators` are the divisors of both, in this order."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
         target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
@@ -213,7 +216,7 @@ class DFineCriterion(nn.Module):
         return losses
 
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: QueryAssignment):
-        """Return the loss `(M, B, N, C)` of equal logits. The target score is the IoU (vfl) or the IoU to the power of
+        """Return the loss of every logit, `(M, B, N, C)`. The target score is the IoU (vfl) or the IoU to the power of
         gamma (mal)."""
         labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
         objects = _of_targets(targets.boxes_cxcywh, assigned.target)

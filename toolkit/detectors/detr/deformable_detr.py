@@ -1,7 +1,7 @@
 """Deformable DETR (Zhu et al., ICLR 2021) on any timm backbone, plain, with box refinement, or two-stage.
 
-transformers' model with our losses. transformers computes no loss for the proposals of the two-stage variant, so they
-would never learn; here they have one, as in the original.
+It is transformers' model with the losses of this toolkit. transformers computes no loss for the proposals of the
+two-stage variant, so they would never learn; here they have one, as in the original.
 """
 
 import copy
@@ -29,8 +29,8 @@ class DeformableDetr(MatchedDetector):
     """`transformers.DeformableDetrForObjectDetection`. Settings: see `DeformableDetrOptions`.
 
     Raises:
-        BadInput: see `MatchedDetector`; a backbone without maps of stride 8, 16 and 32, unknown `box_refine`, a width
-            that is not a multiple of 32.
+        BadInput: see `MatchedDetector`; also if the backbone does not have maps of strides 8, 16 and 32, `box_refine`
+            is unknown, or `d_model` is not a multiple of 32.
     """
 
     Options = DeformableDetrOptions
@@ -116,12 +116,14 @@ class DeformableDetr(MatchedDetector):
         )
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of every decoder layer; see `Detr.forward`.
+        """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of the Q queries after each of the L decoder layers;
+        see `Detr.forward`.
 
-        Two-stage also `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)` of all P positions of the encoder.
+        The two-stage variant also returns `encoder_logits (B, P, C)` and `encoder_boxes (B, P, 4)` of all P positions
+        of the encoder.
 
         Raises:
-            BadInput: two-stage: images with fewer positions than queries.
+            BadInput: in the two-stage variant, the images have fewer positions than there are queries.
         """
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         config = self.model.config

@@ -1,9 +1,9 @@
 """DEIMv2 (Huang et al., 2025, arXiv 2509.20787): D-FINE with a lighter encoder and decoder and another classification
-loss, on any timm backbone as transformers has it, or in its published sizes as its own program does.
+loss. On any timm backbone it computes what transformers' model does; in its published sizes, what its own program does.
 
 transformers' DEIMv2 differs from the program that trained the published weights (Intellindust-AI-Lab/DEIMv2,
-engine/deim/deim_decoder.py): it projects and normalises the encoder's output before it chooses queries, embeds the
-position of a query again in every layer, and has ReLU in its heads. `as_its_program_` undoes all of it.
+engine/deim/deim_decoder.py): transformers projects and normalises the encoder's output before it chooses queries,
+embeds the position of a query again in every layer, and has ReLU in its heads. `as_its_program_` undoes all of it.
 """
 
 import copy
@@ -33,7 +33,8 @@ ENTRIES_OF_A_SIZE = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strid
 
 
 class Deimv2(DFine):
-    """`transformers.Deimv2ForObjectDetection`. Settings: see `Deimv2Options`; images and errors: see `RTDetrV2`."""
+    """`transformers.Deimv2ForObjectDetection`. Settings: see `Deimv2Options`. See `RTDetrV2` for the images and the
+    exceptions."""
 
     Options = Deimv2Options
     config_class = Deimv2Config
@@ -76,8 +77,8 @@ class Deimv2(DFine):
         return encoder.backbone if hasattr(encoder, "backbone") else encoder.model
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder for transformers, see `TransformersDetector.save_final`; with `original`, which transformers
-        does not have, write one for `load_detector_folder`."""
+        """Write a folder for transformers, see `TransformersDetector.save_final`. A model with `original`, which
+        transformers cannot build, is written for `load_detector_folder` instead."""
         kind = Detector if self.original else TransformersDetector
         kind.save_final(self, folder, categories, processor_size)
 
@@ -87,7 +88,8 @@ def _entries(config: Mapping) -> dict:
 
 
 def as_its_program_(model: Deimv2ForObjectDetection) -> None:
-    """Make a DEIMv2 of transformers compute the same as DEIMv2's own program with the same weights."""
+    """Change a DEIMv2 of transformers in place so that, with the same weights, it computes what DEIMv2's own program
+    does."""
     core = model.model
     config = model.config
     core.enc_output = nn.Identity()

@@ -27,7 +27,8 @@ DEPTHS = {1: 0.34, 2: 0.67, 3: 1.0, 4: 1.37}  # depth by number of blocks
 
 
 def size_config(size: str) -> dict[str, Any]:
-    """Return the config entries of this size, as in a source of weights of this size."""
+    """Return the entries of transformers' config for a published size, a key of `DEIMV2_SIZES`; they serve as a source
+    config."""
     (encoder, decoder), (encoder_ffn, decoder_ffn), layers, expansion, depth, queries = DEIMV2_SIZES[size]
     lite = size in ("atto", "femto", "pico")
     levels = 3 if size in VITS else 2
@@ -65,7 +66,10 @@ def size_config(size: str) -> dict[str, Any]:
 
 
 def common_entries(levels: int, lite: bool) -> dict[str, Any]:
-    """Return the entries that all sizes share and those that follow from the number of levels."""
+    """Return the config entries that all sizes share, and those that follow from the number of feature levels.
+
+    lite: the encoder is the light one of the smallest sizes (Atto, Femto, Pico).
+    """
     return {
         "model_type": "deimv2",
         "encoder_type": "lite" if lite else "hybrid",
@@ -80,8 +84,11 @@ def common_entries(levels: int, lite: bool) -> dict[str, Any]:
 
 
 def vit_entries(width: int, ffn: int, *, plain: bool, gated: bool = False) -> dict[str, Any]:
-    """Return the config of transformers' DINOv3 with 12 layers and heads of 64. plain: the distilled ViT-Tiny of S and
-    M, without registers, layer scales and norms of its maps."""
+    """Return the config of transformers' DINOv3 backbone with 12 layers and attention heads of 64 channels.
+
+    width, ffn: channels of the tokens and of the feed-forward layers. plain: the distilled ViT-Tiny of the sizes S and
+    M, which does not have registers, layer scales and norms of its maps. gated: feed-forward layers have a gate.
+    """
     return {
         "model_type": "dinov3_vit",
         "hidden_size": width,

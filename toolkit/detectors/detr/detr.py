@@ -1,4 +1,5 @@
-"""DETR as published (Carion et al., ECCV 2020) on any timm backbone: transformers' model, our losses.
+"""DETR as published (Carion et al., ECCV 2020) on any timm backbone: transformers' model with the losses of this
+toolkit.
 
 transformers' own auxiliary outputs (`auxiliary_loss=True`) feed the normalised state into the next decoder layer and
 normalise the last one twice. Here the model always runs with `auxiliary_loss=False`, and the decoder's final norm is
@@ -70,11 +71,12 @@ class Detr(MatchedDetector):
         """Return class logits and boxes of every decoder layer, see `Detector.forward`; targets are not needed.
 
         Returns:
-            `logits (L, B, Q, C + 1)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding; L is
-            the number of decoder layers, 1 without auxiliary losses; the last one is the detector's answer.
+            `logits (L, B, Q, C + 1)`, no-object last, and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without
+            padding. L is the number of decoder layers, or 1 without auxiliary losses, and Q the number of queries.
+            Detections are decoded from the last layer.
 
         Raises:
-            BadInput: learned position embeddings do not reach over the images.
+            BadInput: the images are larger than the learned position embeddings cover.
         """
         if self.model.config.position_embedding_type == "learned":
             self._check_sides(*images.shape[-2:])
@@ -100,13 +102,14 @@ class Detr(MatchedDetector):
             )
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return this batch's share of the denominators, from CPU targets; see `DetrCriterion.denominators`."""
+        """Return what this batch adds to the denominators, from targets on the CPU; see
+        `DetrCriterion.denominators`."""
         (entry,) = self.entries["num_queries"]
         num_queries = getattr(self.model.config, entry)
         return self.set_loss.denominators(targets, num_queries)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `DetrCriterion.forward`."""
+        """Return `(losses, metrics)` for the outputs of `forward`; see `DetrCriterion.forward`."""
         return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
 
     def decode(
@@ -117,8 +120,9 @@ class Detr(MatchedDetector):
         score_threshold: float,
         top_k: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return one detection per query of the last decoder layer: its most probable class other than no-object (DETR
-        `PostProcess`). The order of the queries is kept if there are at most `top_k`. Boxes are not clipped."""
+        """Return one detection per query of the last decoder layer, with the most probable class other than no-object
+        (DETR's `PostProcess`). Detections are in the order of the queries, or, if there are more than `top_k`, the best
+        ones in descending order. Boxes are not clipped."""
         boxes, scores = self.all_predictions(outputs, orig_sizes)
         scores, labels = scores.max(-1)
         if top_k < scores.shape[1]:
@@ -128,15 +132,15 @@ class Detr(MatchedDetector):
         return boxes, scores, labels
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder for transformers, see `TransformersDetector.save_final`; with `pre_norm` or `query_points`,
-        which transformers does not have, write one for `load_detector_folder`."""
+        """Write a folder for transformers, see `TransformersDetector.save_final`. A model with `pre_norm` or
+        `query_points`, which transformers cannot build, is written for `load_detector_folder` instead."""
         kind = TransformersDetector if self.of_transformers else Detector
         kind.save_final(self, folder, categories, processor_size)
 
 
 def decoder_states(detector: MatchedDetector, images: Tensor, sizes: Tensor) -> tuple[Tensor, object]:
-    """Return the normalised states `(L, B, Q, D)` of every decoder layer, or of only the last without auxiliary losses,
-    and the outputs of transformers' model."""
+    """Return the normalised states `(L, B, Q, D)` of the Q queries, D channels each, after each of the L decoder layers
+    (only the last without auxiliary losses), and the outputs of transformers' model."""
     pixels = normalize_images(
         images,
         sizes,

@@ -1,8 +1,8 @@
-"""DETR's matcher and criterion (facebookresearch/detr `models/matcher.py`, `models/detr.py`), all layers at once.
+"""DETR's matcher and criterion (facebookresearch/detr `models/matcher.py`, `models/detr.py`), for all layers at once.
 
-The original matches and computes the losses one decoder layer after another. Here one cost tensor covers all layers
-and images, goes to the host in one copy, and one small index tensor comes back; the losses of all layers are then a
-handful of batched operations. Pairs across images are never computed. The numbers are the original's.
+The original matches and computes the losses one decoder layer after another. Here one cost tensor covers all layers and
+images, goes to the host in one copy, and one small index tensor comes back; the losses of all layers are then a handful
+of batched operations. Pairs across images are never computed. The results equal the original's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ UNUSABLE_COST = 1e8
 
 
 class PaddedTargets(NamedTuple):
-    """Targets of B images, padded to the T of the fullest one. `valid` is False for padding and crowd regions;
-    `labelled` as `toolkit.step.losses.labelled_classes`."""
+    """Targets of B images, padded to the largest number T of boxes in an image. `valid` is False for padding and crowd
+    regions; for `labelled`, see `toolkit.step.losses.labelled_classes`."""
 
     labels: Tensor  # (B, T) int64, 0 where not valid
     boxes_cxcywh: Tensor  # (B, T, 4) fractions of the image without padding
@@ -41,7 +41,8 @@ class PaddedTargets(NamedTuple):
 
 
 class QueryMatches(NamedTuple):
-    """Matched pairs of all layers and images, each `(N,)` int64, ordered by layer, then image, then query."""
+    """The N matched pairs of query and target of all layers and images: indices, each `(N,)` int64, ordered by layer,
+    then image, then query."""
 
     layer: Tensor
     image: Tensor
@@ -53,10 +54,12 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     """Stack the targets of a batch without reading anything back from the device.
 
     Args:
-        targets: per image `boxes (N, 4)` xyxy pixels, `labels (N,)`, `size (2,)` hw and, if known, `iscrowd (N,)`.
-        dtype: dtype of the boxes returned, that of the loss.
+        targets: per image `boxes (N, 4)` xyxy pixels, `labels (N,)`, `size (2,)`, height and width in pixels, and, if
+            known, `iscrowd (N,)`.
+        device: device of the tensors returned.
+        dtype: dtype of the boxes returned, the one that losses are computed in.
 
-    Crowd regions (`iscrowd` 1) are not objects to be found one by one: DETR drops them when it loads the data.
+    Crowd regions (`iscrowd` 1) are marked as not valid: DETR drops them when it loads the data.
     """
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
     boxes = [t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets]
@@ -79,7 +82,8 @@ def _is_object(target: Mapping[str, Tensor]) -> Tensor:
 
 
 def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
-    """Return the number of objects per image without crowd regions. Use CPU targets: on a GPU it would synchronise."""
+    """Return the number of annotated objects of each image, without crowd regions. Targets should be on the CPU,
+    because on a GPU the call would synchronise."""
     counts = []
     for target in targets:
         crowds = int(target["iscrowd"].sum()) if "iscrowd" in target else 0
@@ -88,7 +92,7 @@ def count_objects(targets: Sequence[Mapping[str, Tensor]]) -> list[int]:
 
 
 class MatchingCosts(NamedTuple):
-    """Weights of the three terms of the matching cost; the paper's by default."""
+    """Weights of the three terms of the matching cost; the defaults are those of the DETR paper."""
 
     class_cost: float = 1.0
     bbox_cost: float = 5.0
@@ -102,10 +106,13 @@ def assign_queries(
     """Assign queries to targets one-to-one at the lowest cost, for every layer and image, with one copy to the host.
 
     Args:
-        class_costs: `(L, B, Q, T)` unweighted class term, e.g. minus the probability of the target's class.
+        class_costs: `(L, B, Q, T)` for L layers, Q queries and T targets: the unweighted class term, for example minus
+            the probability of the target's class.
         boxes_cxcywh: `(L, B, Q, 4)` predicted boxes, fractions of the image.
+        costs: weights of the three terms.
 
-    For each layer and image exactly min(Q, number of valid targets) pairs come back, none with an invalid target.
+    For each layer and image, exactly min(Q, number of valid targets) pairs are returned; padding and crowd regions are
+    never matched.
     """
     device = class_costs.device
     if class_costs.shape[-1] == 0:  # no targets
@@ -152,9 +159,11 @@ def full_precision(tensor: Tensor) -> Tensor:
 
 
 def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: QueryMatches) -> dict[str, Tensor]:
-    """Return `loss_bbox` (L1 of normalised cxcywh) and `loss_giou` (1 - GIoU) summed over each layer's matches, `(L,)`.
+    """Return `loss_bbox` (L1 of cxcywh as fractions) and `loss_giou` (1 - GIoU), each summed over the matches of a
+    layer, `(L,)`.
 
-    Every layer has the same number of matches, in the order of the layers: sums by layer are sums of rows.
+    boxes_cxcywh: `(L, B, Q, 4)` predictions of L layers with Q queries. Every layer must have the same number of
+    matches.
     """
     predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
     target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
@@ -176,13 +185,14 @@ def matching_metrics(
     suffixes: Sequence[str],
     detecting: int,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return {metric: (sum, count)}: `class_error` in percent over matched queries of the last layer,
+    """Return {metric: (sum, count)}: `class_error` in percent over matched queries of the last layer, and
     `cardinality_error` of every layer in boxes per image.
 
     Args:
-        logits: `(L, B, Q, C)`; the first `detecting` queries count.
-        cardinality: `(L, B)`, how many of these predict an object.
-        suffixes: of the layers' names.
+        logits: `(L, B, Q, C)` for L layers and Q queries.
+        cardinality: `(L, B)`, the number of queries that predict an object, among the first `detecting` ones.
+        suffixes: for each layer, what its name of the metric ends in.
+        detecting: number of queries that detect; only these count in `class_error`.
     """
     num_layers, batch_size = logits.shape[:2]
     per_layer = len(matches.layer) // num_layers
@@ -204,8 +214,9 @@ def matching_metrics(
 class DetrCriterion(nn.Module):
     """DETR's set loss for all decoder layers.
 
-    Losses: `loss_ce` (cross-entropy over all queries, weight `eos_coef` for no-object), `loss_bbox` (L1 of normalised
-    cxcywh), `loss_giou` (1 - GIoU); the last decoder layer has the plain name, auxiliary layer i the suffix `_i`.
+    Losses: `loss_ce` (cross-entropy over all queries, with weight `eos_coef` for no-object), `loss_bbox` (L1 of cxcywh
+    as fractions of the image), `loss_giou` (1 - GIoU). Those of the last decoder layer have these names; auxiliary
+    layer i adds the suffix `_i`.
 
     Args:
         num_classes: object classes C; the logits have C + 1 columns, the last is no-object.
@@ -241,10 +252,10 @@ class DetrCriterion(nn.Module):
         self.register_buffer("class_weights", class_weights, persistent=False)
 
     def denominators(self, targets: Sequence[Mapping[str, Tensor]], num_queries: int) -> dict[str, float]:
-        """Return this batch's contribution to the denominators, from CPU targets alone.
+        """Return what this batch adds to the denominators, from targets on the CPU alone.
 
-        `boxes`: objects, also those beyond the number of queries, as in the original. `class_weights`: the sum of the
-        class weights over all queries, by which `F.cross_entropy(weight=...)` divides.
+        `boxes`: number of objects, including those beyond the number of queries, as in the original. `class_weights`:
+        sum of the class weights over all queries, by which `F.cross_entropy(weight=...)` divides.
         """
         objects = count_objects(targets)
         matched = sum(min(n, num_queries) for n in objects)
@@ -263,7 +274,8 @@ class DetrCriterion(nn.Module):
         """Compute losses and metrics of a batch.
 
         Args:
-            logits: `(L, B, Q, C + 1)`; first decoder layer first, the last layer is the main output.
+            logits: `(L, B, Q, C + 1)` of Q queries in L decoder layers; first decoder layer first, the last layer is
+                the main output.
             boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
             targets: per image, see `pad_targets`; on any device.
             denominators: `boxes` and `class_weights`, the divisors of the sums.
@@ -271,7 +283,7 @@ class DetrCriterion(nn.Module):
         Returns:
             losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count): `class_error` in percent over matched queries of the last layer,
-                `cardinality_error` (of every layer) in boxes per image.
+            `cardinality_error` (of every layer) in boxes per image.
         """
         with torch.autocast(logits.device.type, enabled=False):
             logits = full_precision(logits)
@@ -283,7 +295,10 @@ class DetrCriterion(nn.Module):
             return losses, self._metrics(logits.detach(), padded, matches)
 
     def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> QueryMatches:
-        """Return the assignment of all layers, from `(L, B, Q, C + 1)` and `(L, B, Q, 4)`."""
+        """Return the assignment of targets to the Q queries of all L layers.
+
+        log_probabilities: `(L, B, Q, C + 1)`. boxes_cxcywh: `(L, B, Q, 4)` fractions of the image.
+        """
         labels = targets.labels[:, None, :].expand(*log_probabilities.shape[:3], -1)  # (L, B, Q, T)
         probabilities = log_probabilities.detach().gather(-1, labels).exp()
         return assign_queries(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)

@@ -1,7 +1,7 @@
 """Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB and RF-DETR.
 
-The numbers are those of transformers' `DeformableDetrForObjectDetectionLoss` and `LwDetrForObjectDetectionLoss`, which
-go through the layers one by one; here one cost tensor covers them all, as in `detr_criterion.py`.
+The losses equal those of transformers' `DeformableDetrForObjectDetectionLoss` and `LwDetrForObjectDetectionLoss`. These
+process the layers one by one; here one cost tensor covers all layers, as in `detr_criterion.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +30,11 @@ ClassTerms = Callable[[Tensor, tuple[Tensor, ...], Tensor], Tensor]
 
 
 def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Return the focal loss of every logit (Lin et al. 2017), `(..., C)`; the target is 1 at `positives`, 0 elsewhere.
+    """Return the focal loss of every logit (Lin et al. 2017), `(..., C)`. The target is 1 at `positives` and 0
+    elsewhere.
 
-    ious: not used; `quality_terms` has the same arguments.
+    positives: one index tensor for each dimension of the logits. ious: not used; `quality_terms` has the same
+    arguments.
     """
     labels = torch.zeros_like(logits, requires_grad=False)
     labels[positives] = 1
@@ -40,10 +42,14 @@ def focal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> 
 
 
 def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -> Tensor:
-    """Return the cross-entropy towards score^0.25 * IoU^0.75 at `positives` (IA-BCE of Align-DETR, in LW-DETR and
-    RF-DETR).
+    """Return a cross-entropy for every logit, whose target at `positives` is score^0.25 * IoU^0.75 (IA-BCE of
+    Align-DETR, in LW-DETR and RF-DETR).
 
-    Negatives weigh by the square of their score, through which the gradient goes, as in RF-DETR.
+    Negatives are weighted by the square of their score, and the gradient also flows through this weight, as in RF-DETR.
+
+    Args:
+        positives: one index tensor for each dimension of the logits, in which the matched entries are listed.
+        ious: IoU of the box with its object, for each of `positives`.
     """
     scores = logits.sigmoid()
     own_scores = scores.detach()[positives]
@@ -58,13 +64,14 @@ def quality_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor) -
 
 
 class FocalCriterion(nn.Module):
-    """Losses `loss_ce`, `loss_bbox` (L1 of cxcywh), `loss_giou`: last decoder layer plain, auxiliary layer i `_i`.
+    """Losses `loss_ce`, `loss_bbox` (L1 of cxcywh) and `loss_giou` of the last decoder layer, and the same with the
+    suffix `_i` of auxiliary layer i.
 
     Args:
         num_layers: decoder layers that get a loss (1 without auxiliary losses).
         matching_costs: weights of class, box L1 and GIoU in the matching cost.
-        encoder: losses `_enc` on the encoder's proposals too: "classes", or "foreground" as in two-stage Deformable
-            DETR, where every object counts as class 0; None: no proposals.
+        encoder: add losses with the suffix `_enc` for the encoder's proposals: "classes", or "foreground" as in
+            two-stage Deformable DETR, where every object counts as class 0; None: there are no proposals.
         class_terms: `focal_terms` or `quality_terms`.
     """
 
@@ -100,7 +107,8 @@ class FocalCriterion(nn.Module):
 
         Args:
             outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
-                first decoder layer first; with `encoder` also `encoder_logits (B, P, C)`, `encoder_boxes (B, P, 4)`.
+                for L layers, the first decoder layer first, and Q queries; with `encoder` also `encoder_logits (B, P,
+                C)` and `encoder_boxes (B, P, 4)` of P proposals.
             targets: per image, see `pad_targets`; on any device.
             denominators: `boxes`, the divisor of every sum.
             groups: number of groups that the queries (and proposals) consist of, one after another; every group is
@@ -109,7 +117,7 @@ class FocalCriterion(nn.Module):
         Returns:
             losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
             metrics: name -> (sum, count), over the first group, the one that detects: `class_error` in percent over
-                matched queries of the last layer, `cardinality_error` (scores above one half) in boxes per image.
+            matched queries of the last layer, `cardinality_error` (scores above one half) in boxes per image.
         """
         device = outputs["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -147,7 +155,15 @@ def matched_losses(
     class_loss: str,
     denominator: Tensor | float,
 ) -> dict[str, Tensor]:
-    """Return each layer's losses by suffix: the sum of the class terms, named `class_loss`, and `box_sums`."""
+    """Return the losses of each layer by name: the sum of the class terms, called `class_loss`, `loss_bbox` and
+    `loss_giou`, each followed by the suffix of the layer.
+
+    Args:
+        logits, boxes_cxcywh: `(L, B, Q, C)` and `(L, B, Q, 4)` for L layers and Q queries.
+        suffixes: one for each layer.
+        class_terms: `focal_terms` or another function with its arguments.
+        denominator: divisor of every sum.
+    """
     where = (matches.layer, matches.image, matches.query)
     target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
     predicted_boxes = cxcywh_to_xyxy(boxes_cxcywh.detach()[where])
@@ -172,9 +188,10 @@ def match_focal(
     costs: MatchingCosts,
     groups: int = 1,
 ) -> QueryMatches:
-    """Assign every layer's `(L, B, Q, C)`, `(L, B, Q, 4)` with the focal class cost of Deformable DETR.
+    """Assign queries to targets in every layer, with the focal class cost of Deformable DETR.
 
-    Each of the `groups` of queries is matched by itself, so a target has that many pairs in every layer.
+    logits: `(L, B, Q, C)` of L layers and Q queries. boxes_cxcywh: `(L, B, Q, 4)`. Each of the `groups` of queries is
+    matched by itself, so that in every layer a target is matched once for each group.
     """
     size = logits.shape[2] // groups
     logits = _groups_as_layers(logits, groups)
@@ -198,7 +215,8 @@ def _groups_as_layers(values: Tensor, groups: int) -> Tensor:
 
 
 def focal_costs(logits: Tensor) -> Tensor:
-    """Return the unweighted class term of the matching cost for the logits of the targets' classes."""
+    """Return the unweighted class term of the matching cost, in the shape of `logits`, which are those of the targets'
+    classes."""
     p = logits.sigmoid()
     positive = ALPHA * (1 - p).pow(GAMMA) * -(p + 1e-8).log()
     negative = (1 - ALPHA) * p.pow(GAMMA) * -(1 - p + 1e-8).log()

@@ -1,7 +1,7 @@
-"""Removal of host-device synchronisations from transformers' layers and models, with equal numbers.
+"""Removal of host-device synchronisations from transformers' layers and models. The results stay the same.
 
-In training each encoder layer checks whether its output is finite, and clamps it if not: one synchronisation per
-layer, in the middle of a step. Clamping does not change finite values, so here it is done without the check.
+In training each encoder layer checks whether its output is finite, and clamps the output if not: one synchronisation
+per layer, in the middle of a step. Clamping does not change finite values, so here it is done without the check.
 
 Between the projection of the feature maps and the selection of queries, RT-DETR, D-FINE and DEIMv2 copy the sizes of
 the maps to the device one by one, and look up the positives of the denoising queries although their number is known.
@@ -21,7 +21,7 @@ ENCODER_LAYERS = {f"{name}EncoderLayer" for name in "ConditionalDetr DFine Defor
 
 
 def clamp_without_check_(model: nn.Module) -> None:
-    """Replace the forward of all encoder layers in `model` by one that clamps without checking first."""
+    """Replace the forward of all encoder layers in `model` by one that clamps its output without checking it first."""
     for module in model.modules():
         if type(module).__name__ in ENCODER_LAYERS:
             module.forward = MethodType(_forward, module)
@@ -54,8 +54,8 @@ def _forward(
 
 
 class KnownSizes(TorchFunctionMode):
-    """A mode that fills scalars in instead of copying them; `torch.nonzero` returns `positives` rows without
-    waiting."""
+    """A mode of PyTorch without two kinds of waits: scalars assigned to a tensor are filled in instead of copied to the
+    device, and `torch.nonzero` returns a known number of rows, `positives`."""
 
     def __init__(self, positives: int):
         super().__init__()
@@ -72,9 +72,11 @@ class KnownSizes(TorchFunctionMode):
 
 @contextmanager
 def without_host_waits(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
-    """Let `model`, one of transformers without its loss, run inside without waiting for the sizes of its maps.
+    """Return a context in which `model` runs without waiting for the sizes of its feature maps.
 
-    counts: per image, the number of objects that denoising queries are made of; empty in evaluation.
+    Args:
+        model: RT-DETR, D-FINE or DEIMv2 of transformers, without the part that computes the loss.
+        counts: for each image, the number of objects from which denoising queries are made; empty in evaluation.
     """
     most = max(counts, default=0)
     groups = max(1, model.config.num_denoising // most) if most else 0

@@ -1,7 +1,7 @@
-"""Random weights as the papers' programs draw them.
+"""Random weights drawn as the programs of the papers draw them.
 
-transformers draws nearly everything from N(0, 0.02) or N(0, 0.01): made for loading a checkpoint, such weights let
-little through at first, and training from them hardly gets going.
+transformers draws nearly all weights from N(0, 0.02) or N(0, 0.01). These are made for models whose checkpoint is
+loaded afterwards: they let little of the signal through, and training from them hardly makes progress at first.
 """
 
 import math
@@ -15,10 +15,10 @@ ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATTENTION_PROJECTIONS) -> None:
-    """Draw matrices Xavier uniform; those with names ending in `fused` as the one matrix they form in
-    `nn.MultiheadAttention`.
+    """Draw the matrices of a transformer Xavier uniform, in place. Matrices whose names end in one of `fused` are drawn
+    as the one matrix that they form in `nn.MultiheadAttention`.
 
-    Biases are PyTorch's default, but 0 in that module and in every attention's output projection.
+    Biases are PyTorch's default, but 0 for the `fused` matrices and for every attention's output projection.
     """
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
@@ -31,14 +31,18 @@ def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATT
 
 
 def initialise_sampling_(model: nn.Module, transformer: nn.Module) -> None:
-    """Start the sampling offsets of deformable attention as a star around the reference point, as in transformers."""
+    """Start the sampling offsets of deformable attention as a star around the reference point, as in transformers.
+
+    model: the model of transformers, whose own initialisation is used. transformer: the part of it to initialise.
+    """
     for module in transformer.modules():
         if hasattr(module, "sampling_offsets"):
             model._init_weights(module)
 
 
 def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
-    """Initialise heads as PyTorch does, with scores of `PRIOR_SCORE` and boxes at their reference."""
+    """Initialise the class head and the box head as PyTorch does, but so that every score is `PRIOR_SCORE` and every
+    box is at its reference."""
     class_head.reset_parameters()
     start_at_prior_(class_head)
     for layer in box_head.layers:
@@ -47,21 +51,21 @@ def start_heads_(class_head: nn.Linear, box_head: nn.Module) -> None:
 
 
 def start_at_prior_(class_head: nn.Linear) -> None:
-    """Initialise the bias so that every score is `PRIOR_SCORE`."""
+    """Set the bias of a class head, in place, so that every score starts near `PRIOR_SCORE`."""
     nn.init.constant_(class_head.bias, -math.log((1 - PRIOR_SCORE) / PRIOR_SCORE))
 
 
 def start_at_zero_(head: nn.Module) -> None:
-    """Initialise the last layer of a head to 0."""
+    """Set weight and bias of the last layer of a head to 0, in place."""
     nn.init.zeros_(head.layers[-1].weight)
     nn.init.zeros_(head.layers[-1].bias)
 
 
 @torch.no_grad()
 def initialise_rt_detr_(model: PreTrainedModel, backbone: nn.Module) -> None:
-    """Draw weights of RT-DETR-v2, D-FINE or DEIMv2 as their programs do; the backbone is left unchanged.
+    """Draw the weights of RT-DETR-v2, D-FINE or DEIMv2 in place as their programs do, except those of `backbone`.
 
-    transformers draws the scales of batch norms from N(0, 0.01) too.
+    transformers draws even the scales of batch norms from N(0, 0.01).
     """
     core = model.model
     inside = set(backbone.modules())

@@ -1,5 +1,6 @@
 """DETR's pre-norm variant (`normalize_before` of facebookresearch/detr `models/transformer.py`), which transformers
-lacks: its layers with the norms moved before attention and feed-forward, and a norm after the encoder."""
+does not have: transformers' layers with the norms moved before attention and feed-forward, and a norm after the
+encoder."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,7 +9,8 @@ from transformers.models.detr.modeling_detr import DetrDecoderLayer, DetrEncoder
 
 
 def normalize_before_(model: DetrForObjectDetection) -> None:
-    """Replace the layers of a DETR by those of the variant, with random weights."""
+    """Replace the encoder and the decoder layers of a DETR, in place, by those of the pre-norm variant with random
+    weights."""
     core = model.model
     config = model.config
     core.encoder = PreNormEncoder(config)
@@ -47,7 +49,8 @@ class PreNormEncoderLayer(DetrEncoderLayer):
 
 
 class PreNormDecoderLayer(DetrDecoderLayer):
-    """x + attention(norm(x)) among the queries, the same to the encoder's output, then x + feed_forward(norm(x))."""
+    """x + attention(norm(x)) among the queries, then the same attending to the encoder's output, then x +
+    feed_forward(norm(x))."""
 
     def forward(
         self,

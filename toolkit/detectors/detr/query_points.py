@@ -1,9 +1,10 @@
-"""Queries anchored at reference points: each first attends near its point and predicts its box relative to it.
+"""DETR queries anchored at reference points: each query first attends near its point and predicts its box relative to
+it.
 
-In the published DETR a query's position determines where it attends, but its box is not relative to that position.
-Training from random weights must first learn where each query looks, and at which coordinates. Conditional DETR (Meng
-et al., ICCV 2021) predicts boxes relative to points too; it changes the attention, which here is only initialised
-differently.
+In the published DETR a query's position determines where the query attends, but its box is not relative to that
+position. Training from random weights must first learn where each query looks, and at which coordinates. Conditional
+DETR (Meng et al., ICCV 2021) also predicts boxes relative to points. It changes the attention, whereas here the
+attention is only initialised differently.
 """
 
 import math
@@ -24,16 +25,17 @@ SHARPNESS = 8.0  # how much a logit of attention varies with each cosine of the 
 
 @torch.no_grad()
 def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
-    """Anchor each query at a point of a grid: by its position embedding, and a cross-attention that starts around it.
+    """Anchor each of the Q queries of `model` at a point of a grid, in place: by its position embedding, and by a
+    cross-attention that starts around the point.
 
-    Some channels of each attention head take the highest frequencies of the embeddings of queries and keys, and nothing
-    else; the encoder's output starts without content there. Training can change all of it.
+    In each attention head, some channels get the highest frequencies of the embeddings of queries and keys, and nothing
+    else; in these channels the encoder's output starts without content. Training can change all of it.
 
     Returns:
-        `(Q, 2)` logits of the points, which are to be added to those of the centres of boxes.
+        `(Q, 2)` logits of the points, to be added to the logits of the box centres.
 
     Raises:
-        BadInput: learned position embeddings; heads of fewer than 8 channels.
+        BadInput: the position embeddings are learned, or the heads have fewer than 8 channels.
     """
     core = model.model
     config = model.config
@@ -65,7 +67,8 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
 
 
 def grid_points(count: int) -> Tensor:
-    """Return `(count, 2)` x and y from 0 to 1, in about as many rows as columns, row by row."""
+    """Return a grid of `count` points, `(count, 2)` x and y from 0 to 1, row by row. It has about as many rows as
+    columns."""
     rows = max(1, math.isqrt(count))
     points = []
     for row in range(rows):

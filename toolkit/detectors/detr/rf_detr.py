@@ -1,7 +1,8 @@
-"""RF-DETR (Robinson et al., 2025, arXiv 2511.09554) with its own DINOv2 in windows: transformers' model, our losses.
+"""RF-DETR (Robinson et al., 2025, arXiv 2511.09554) with its own DINOv2 in windows: transformers' model with the losses
+of this toolkit.
 
-LW-DETR's criterion: groups of queries that are trained in parallel (Group DETR), one of which is used for detection,
-and a classification loss whose targets combine score and IoU. The numbers are those of transformers'
+The criterion is LW-DETR's: groups of queries that are trained in parallel (Group DETR), one of which is used for
+detection, and a classification loss whose targets combine score and IoU. The losses equal those of transformers'
 `LwDetrForObjectDetectionLoss`.
 """
 
@@ -52,8 +53,8 @@ TIMM_NAMES = [
 class RfDetr(MatchedDetector):
     """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
 
-    Its backbone ignores padding, so images must all have one size, with sides that are multiples of patch size times
-    windows (56 px). The pretrained backbone is timm's DINOv2 of the same width.
+    The backbone does not mask padding, so all images must have one size, whose sides are multiples of patch size times
+    windows (56 px in size base). The pretrained backbone is timm's DINOv2 of the same width.
     """
 
     Options = RfDetrOptions
@@ -133,19 +134,20 @@ class RfDetr(MatchedDetector):
 
     @property
     def groups(self) -> int:
-        """Return the number of groups of queries: all of them in training, one in evaluation."""
+        """Return the number of query groups that predict: all groups in training, 1 in evaluation."""
         return self.model.config.group_detr if self.training else 1
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return predictions of every decoder layer and of the encoder, for all groups of queries in training, of
-        images `(B, 3, H, W)` without padding; targets are not needed.
+        """Return predictions of every decoder layer and of the encoder; in training, of all groups of queries. Images
+        `(B, 3, H, W)` must be without padding; targets are not needed.
 
         Returns:
-            `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, `encoder_logits
-            (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`; G is 1 in evaluation.
+            `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, for L layers and G
+            groups of Q queries; `encoder_logits (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`. G is 1 in evaluation.
 
         Raises:
-            BadInput: images of another size, or smaller than the number of queries allows.
+            BadInput: the sides of the images are not multiples of patch size times windows, or the images have fewer
+                positions than there are queries.
         """
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
@@ -205,15 +207,15 @@ class _Embeddings(RfDetrDinov2Embeddings):
 
 @torch.no_grad()
 def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None:
-    """Load the weights of timm's DINOv2 of the same width into that of transformers.
+    """Load the weights of timm's DINOv2 of the same width into a DINOv2 of transformers.
 
     Args:
-        vit: with `embeddings`, `encoder.layer` and `layernorm`.
+        vit: DINOv2 of transformers, with `embeddings`, `encoder.layer` and `layernorm`.
         pretrained: True (downloaded once), or a file of these weights.
-        side: patches along a side of the position embeddings, to which timm's are interpolated.
+        side: number of patches along a side of the position embeddings; those of timm are interpolated to it.
 
     Raises:
-        BadInput: an unknown model, another depth or patch size, unavailable weights.
+        BadInput: timm has no DINOv2 of this width, depth or patch size do not fit, or the weights cannot be loaded.
     """
     width = vit.embeddings.cls_token.shape[-1]
     if width not in TIMM_DINOV2:

@@ -1,8 +1,10 @@
-"""RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model, our criterion.
+"""RT-DETR-v2 (Lv et al., 2024, arXiv 2407.17140) on any timm backbone: transformers' model with the criterion of this
+toolkit.
 
 transformers computes the loss inside the model's forward, in autocast's precision, weighted, and divided by the boxes
-of the batch. Here the forward only collects the inputs of the loss; `criterion` computes it afterwards in float32,
-unweighted, and divides it by the given denominators. Its numbers are those of transformers' `RTDetrLoss`.
+of the batch. Here the forward only collects the inputs of the loss; `criterion` computes the loss afterwards in
+float32, unweighted, and divides by the denominators given. Apart from that, the losses equal those of transformers'
+`RTDetrLoss`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +39,12 @@ PLAIN_STATISTICS = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # the published models take
 class RTDetrV2(TransformersDetector):
     """`transformers.RTDetrV2ForObjectDetection`. Settings: see `RTDetrV2Options`.
 
-    It ignores padding, so images must all have one size, a multiple of 32, and fill it.
+    The model does not mask padding, so all images must have one size, a multiple of 32, and fill it.
 
     Raises:
-        BadInput: unknown backbone or `freeze`, missing strides, unavailable weights, fewer than 2 decoder
-            layers, a `source_config` of another model, or options that its backbone does not have.
+        BadInput: the backbone or `freeze` is unknown, the backbone does not have the strides, weights cannot be loaded,
+            there are fewer than 2 decoder layers, `source_config` is of another model, or its backbone does not have an
+            option that is set.
     """
 
     Options = RTDetrV2Options
@@ -106,15 +109,16 @@ class RTDetrV2(TransformersDetector):
         """Return predictions and, with targets, also the inputs of the loss; see `Detector.forward`.
 
         Args:
-            images: H and W are multiples of 32, without padding.
-            targets: per image, on the device of the images; in training they also make the denoising queries.
+            images: height and width are multiples of 32, without padding.
+            targets: per image, on the device of the images; in training, denoising queries are also made from them.
 
         Returns:
-            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image; with targets also `layers`, the
-            input of `RTDetrCriterion.forward`.
+            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image, for Q queries; with targets also
+            `layers`, the input of `RTDetrCriterion.forward`.
 
         Raises:
-            BadInput: images of another size, or smaller than the number of queries allows.
+            BadInput: the sides of the images are not multiples of 32, or the images have fewer positions than there are
+                queries.
         """
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
@@ -170,11 +174,11 @@ class RTDetrV2(TransformersDetector):
         check_positions(height, width, positions, config.num_queries)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return this batch's number of boxes, from CPU targets; crowd regions are not counted."""
+        """Return the number of boxes of this batch, without crowd regions, from targets on the CPU."""
         return {"boxes": float(sum(count_objects(targets)))}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses of `forward`'s outputs, `(losses, {})`, without metrics; see `RTDetrCriterion.forward`."""
+        """Return `(losses, {})` for the outputs of `forward`; there are no metrics. See `RTDetrCriterion.forward`."""
         objects = [without_crowd(target) for target in targets]
         return self.set_loss(outputs["layers"], objects, denominators), {}
 

@@ -1,7 +1,7 @@
 """RT-DETR's criterion: varifocal classification, L1 and GIoU, for all decoder layers, encoder and denoising at once.
 
-Same numbers as `transformers.loss.loss_rt_detr.RTDetrLoss`, which goes through the layers one by one and matches each
-on the host; here one cost tensor covers them all, as in `detr_criterion.py`.
+The losses equal those of `transformers.loss.loss_rt_detr.RTDetrLoss`, which processes the layers one by one and matches
+each of them on the host; here one cost tensor covers all layers, as in `detr_criterion.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,12 @@ VARIFOCAL_ALPHA = 0.75
 
 
 def varifocal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor, gamma: float) -> Tensor:
-    """Return the cross-entropy towards the IoU at `positives`, weighted by the IoU; elsewhere weighted by
-    score^`gamma`."""
+    """Return the varifocal loss of every logit: at `positives` a cross-entropy with the IoU as target and as weight;
+    elsewhere with target 0 and a weight proportional to score^`gamma`.
+
+    positives: one index tensor for each dimension of the logits. ious: IoU of the box with its object, for each of
+    these.
+    """
     score = torch.zeros_like(logits, requires_grad=False)
     score[positives] = ious
     weight = VARIFOCAL_ALPHA * logits.detach().sigmoid().pow(gamma)
@@ -31,14 +35,17 @@ def varifocal_terms(logits: Tensor, positives: tuple[Tensor, ...], ious: Tensor,
 
 
 class RTDetrCriterion(nn.Module):
-    """Losses `loss_vfl`, `loss_bbox`, `loss_giou` of the last decoder layer, and of every other output by suffix.
+    """Losses `loss_vfl`, `loss_bbox` and `loss_giou` of the last decoder layer, and the same of other outputs with a
+    suffix.
 
-    `_aux_i`: decoder layer i. `_enc`: the encoder's proposals. `_dn_i`: the denoising queries in layer i.
+    The suffix is `_aux_i` for decoder layer i, `_enc` for the encoder's proposals, and `_dn_i` for the denoising
+    queries in layer i.
 
     Args:
-        num_layers: decoder layers.
-        denoising: whether the model makes denoising queries in training.
-        varifocal_gamma: how much less a wrong class counts while its probability is low (published: 2).
+        num_layers: number of decoder layers.
+        denoising: the model makes denoising queries in training.
+        varifocal_gamma: focusing exponent; the larger, the less does a wrong class with a low probability count
+            (published: 2).
     """
 
     divided_by = "boxes"
@@ -64,13 +71,13 @@ class RTDetrCriterion(nn.Module):
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
         Args:
-            layers: `logits (B, L, D + Q, C)` and `boxes (B, L, D + Q, 4)` of all decoder layers, denoising queries
-                first; `encoder_logits (B, Q, C)` and `encoder_boxes (B, Q, 4)`; `denoising`: transformers'
-                `denoising_meta_values`, None when there are none (no boxes in the batch, evaluation), and then the
-                `_dn_i` losses are missing. Boxes are cxcywh, fractions of the image.
+            layers: `logits (B, L, D + Q, C)` and `boxes (B, L, D + Q, 4)` of all L decoder layers, for D denoising
+                queries, followed by Q queries; `encoder_logits (B, Q, C)` and `encoder_boxes (B, Q, 4)`; `denoising`:
+                transformers' `denoising_meta_values`, or None if there are no denoising queries (no boxes in the batch,
+                or evaluation), and then there are no `_dn_i` losses. Boxes are cxcywh, fractions of the image.
             targets: per image, see `pad_targets`, without crowd regions.
-            denominators: `boxes`, the divisor of every sum; sums of denoising are also divided by the number of its
-                groups, which depends on the fullest image of the batch.
+            denominators: `boxes`, the divisor of every sum. Sums over denoising queries are also divided by the number
+                of denoising groups, which depends on the largest number of objects in an image of the batch.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -109,7 +116,11 @@ class RTDetrCriterion(nn.Module):
 
 
 def denoising_matches(meta: Mapping, counts: Sequence[int], num_layers: int, device: torch.device) -> QueryMatches:
-    """Return the object that each positive denoising query was made from: every group repeats its image's objects."""
+    """Return the matches of the positive denoising queries with the objects that these were made from. Every denoising
+    group repeats all objects of its image, and the matches are repeated for each of `num_layers` layers.
+
+    meta: transformers' `denoising_meta_values`. counts: number of objects of each image.
+    """
     # Of 2 and 1 objects in 2 groups: targets 0 1 0 1 0 0 of the images 0 0 0 0 1 1.
     targets = [torch.arange(count).repeat(meta["dn_num_group"]) for count in counts]
     lengths = torch.tensor([len(of_image) for of_image in targets])

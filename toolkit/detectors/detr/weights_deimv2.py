@@ -1,5 +1,5 @@
-"""Intellindust-AI-Lab/DEIMv2: `deimv2_hgnetv2_atto_coco.pth` to `deimv2_dinov3_x_coco.pth`, and the `model.safetensors`
-of the publisher's models on the hub, as `deimv2`."""
+"""Weights of Intellindust-AI-Lab/DEIMv2, which become a `deimv2`: `deimv2_hgnetv2_atto_coco.pth` to
+`deimv2_dinov3_x_coco.pth`, and the `model.safetensors` of the publisher's models on the hub."""
 
 import math
 import re
@@ -101,7 +101,8 @@ class _Deimv2(Publisher):
 
 
 def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split joint projections and repeat the tensors that safetensors stores once for several names."""
+    """Return a state dict in which joint projections are split, and tensors that safetensors stores once for several
+    names are repeated under each name."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     result |= {f"decoder.{name}": _constant(state, name) for name in ("up", "reg_scale")}
     shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count(state, "decoder.decoder.layers"))]
@@ -115,7 +116,7 @@ def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors of DINOv3's or the distilled ViT-Tiny's own file to the names of transformers' DINOv3."""
+    """Rename the tensors of a file of DINOv3, or of the distilled ViT-Tiny, to the names of transformers' DINOv3."""
     state = renamed(_split_vit(state), VIT)
     return {name: tensor for name, tensor in state.items() if not re.search(LEFT_OUT, name)}
 

@@ -1,7 +1,7 @@
-"""facebookresearch/detr and its successors Conditional, DAB and Deformable DETR: `detr-r50-*.pth`,
+"""Weights of facebookresearch/detr and its successors Conditional, DAB and Deformable DETR: `detr-r50-*.pth`,
 `ConditionalDETR_r50dc5.pth`, the `checkpoint.pth` of DAB-DETR-R50, `r50_deformable_detr*.pth` and so on.
 
-The number of attention heads cannot be read from the tensors; it is 8, as published.
+The number of attention heads cannot be read from the tensors; 8 are assumed, as published.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""roboflow/rf-detr: `rf-detr-nano.pth`, `small`, `medium`, `large-2026`, `base`, as `rf_detr`."""
+"""Weights of roboflow/rf-detr, which become an `rf_detr`: `rf-detr-nano.pth` and those of small, medium, large-2026,
+base."""
 
 import math
 from collections.abc import Mapping

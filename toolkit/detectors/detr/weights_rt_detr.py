@@ -1,8 +1,10 @@
-"""lyuwenyu/RT-DETR, both PyTorch versions: `rtdetr_r18vd_*.pth`, `rtdetrv2_r50vd_*.pth` and so on, as `rt_detr_v2`, and
-Peterande/D-FINE: `dfine_n_coco.pth` to `dfine_x_obj2coco.pth`, as `d_fine`.
+"""Weights of lyuwenyu/RT-DETR, both PyTorch versions, which become an `rt_detr_v2`: `rtdetr_r18vd_*.pth`,
+`rtdetrv2_r50vd_*.pth` and so on. Weights of Peterande/D-FINE, which become a `d_fine`: `dfine_n_coco.pth` to
+`dfine_x_obj2coco.pth`.
 
-The first version's deformable attention is the second's with four points a level, so that its weights give the same
-boxes there. Backbones are the ResNets and HGNetv2 of the originals, as transformers has them.
+The deformable attention of RT-DETR's first version is the second version's with four points a level, so that its
+weights give the same boxes in `rt_detr_v2`. Backbones are the ResNets and HGNetv2 of the originals, as transformers has
+them.
 """
 
 import re
@@ -169,7 +171,8 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
-    """Return the config of transformers' HGNetV2."""
+    """Return the config of transformers' HGNetV2 that these tensors belong to, with its last `levels` feature maps as
+    outputs."""
     stages = [f"backbone.stages.{i}" for i in range(count(state, "backbone.stages"))]
     firsts = [f"{stage}.blocks.0.layers.0" for stage in stages]
     light = [f"{first}.conv1.conv.weight" in state for first in firsts]  # blocks of two convolutions each
@@ -198,7 +201,8 @@ def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
 
 
 def hgnet_names(body: str) -> Pairs:
-    """Return the names of HGNetV2. body: our name of the whole."""
+    """Return the pairs of names of HGNetV2's tensors, the publisher's and ours. body: our name of the whole
+    backbone."""
     stems = ("stem1", "stem2a", "stem2b", "stem3", "stem4")
     parts = ("blocks.*.layers.*", "blocks.*.aggregation.*", "downsample")
     prefixes = [(f"backbone.stem.{stem}.", f"{body}.embedder.{stem}.") for stem in stems]

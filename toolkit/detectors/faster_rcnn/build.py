@@ -52,10 +52,16 @@ OWN_SETTINGS = set(
 
 
 class FeaturePyramid(nn.Module):
-    """A backbone (`body`, giving a list of maps) and the pyramid (`fpn`) on top of it, named as in torchvision.
+    """A backbone (`body`, which returns a list of feature maps) and a feature pyramid (`fpn`) on top, named as in
+    torchvision.
 
-    Normalised images (B, 3, H, W) to an OrderedDict of maps (B, `out_channels`, H / s, W / s) "0", "1", ..., finest
-    first, and with `extra_level` "pool", the last one at every second pixel.
+    It converts normalised images (B, 3, H, W) to an OrderedDict of maps (B, `out_channels`, H / stride, W / stride)
+    named "0", "1", ..., finest first.
+
+    Args:
+        in_channels: number of channels of each map of `body`.
+        extra_level: adds a last map, "pool", of every second pixel of the coarsest one.
+        norm: normalisation layers of the pyramid, a key of `HEAD_NORMS`.
     """
 
     def __init__(
@@ -80,7 +86,10 @@ class FeaturePyramid(nn.Module):
 
 
 class GivenAnchors(AnchorGenerator):
-    """Anchors given as boxes, not sizes and ratios. cells: per level x1, y1, x2, y2 in pixels around a position."""
+    """An anchor generator whose anchors are given as boxes instead of sizes and aspect ratios.
+
+    cells: for each feature level, the boxes x1, y1, x2, y2 in pixels relative to a position.
+    """
 
     def __init__(self, cells: Sequence[Sequence[Sequence[float]]]):
         # Sizes and ratios that make as many anchors at each level; their numbers are not used.
@@ -91,9 +100,10 @@ class GivenAnchors(AnchorGenerator):
 
 
 class WholePixelPool(nn.Module):
-    """Pooling of boxes that end behind their last pixel, as maskrcnn-benchmark pools those that end at it.
+    """RoI pooling that gives maskrcnn-benchmark's features, although boxes here end behind their last pixel, not at it.
 
-    The level of a box follows from its whole area there.
+    Boxes are shortened by one pixel before pooling, but their pyramid level is chosen by their area before that. The
+    `map_levels` of the `pool` given is replaced.
     """
 
     def __init__(self, pool: MultiScaleRoIAlign):
@@ -121,7 +131,7 @@ class FasterRCNNOnTimm(FasterRCNN):
     Settings: see `FasterRcnnOptions`; unless `freeze` is none, the batch norms of the backbone become constants.
 
     Raises:
-        BadInput: settings that do not exist or do not fit together; the errors of `timm_features`.
+        BadInput: a setting has an unknown value, settings do not fit together, or `timm_features` raises it.
     """
 
     Options = FasterRcnnOptions
@@ -182,12 +192,13 @@ class FasterRCNNOnTimm(FasterRCNN):
 
 
 class FasterRCNNResNet50(FasterRCNN):
-    """torchvision's `fasterrcnn_resnet50_fpn`: its state dict is torchvision's, name by name, and so are its boxes.
+    """torchvision's `fasterrcnn_resnet50_fpn`: the state dict has torchvision's names, and equal weights give equal
+    boxes.
 
     Settings: see `ResNet50Options`.
 
     Raises:
-        BadInput: settings that do not exist, unavailable weights.
+        BadInput: `freeze` has an unknown value, or the weights of the backbone cannot be loaded.
     """
 
     Options = ResNet50Options
@@ -220,12 +231,12 @@ class FasterRCNNResNet50(FasterRCNN):
 
 
 class FasterRCNNResNet50V2(FasterRCNN):
-    """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021): its state dict is torchvision's, name by name.
+    """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021): the state dict has torchvision's names.
 
     Settings: see `ResNet50V2Options`.
 
     Raises:
-        BadInput: settings that do not exist, unavailable weights.
+        BadInput: `freeze` has an unknown value, or the weights of the backbone cannot be loaded.
     """
 
     Options = ResNet50V2Options
@@ -256,7 +267,8 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
-    """Return the settings of the two stages as keywords of torchvision's `FasterRCNN`, as far as it has them."""
+    """Return the settings of the two stages as keyword arguments of torchvision's `FasterRCNN`, without those that
+    torchvision does not have (`OWN_SETTINGS`)."""
     names = {field.name for field in fields(TwoStageOptions)}
     names -= {field.name for field in fields(DetectorOptions)}
     names -= OWN_SETTINGS

@@ -25,20 +25,24 @@ def match_candidates(
     lowest: float = 0.0,
     padding: Tensor | None = None,
 ) -> Tensor:
-    """Match anchors or proposals to the objects of an image, or of each of several.
+    """Match anchors or proposals to the annotated objects of an image, or of several images at once.
 
     Args:
-        candidates_xyxy: (..., A, 4).
-        boxes_xyxy, iscrowd: (..., T, 4) and (..., T) of the image; crowd regions are never matched. None: there are no
-            crowd regions.
-        high, low: IoU from which a candidate takes its best object, and below which it is background; ignored between.
-        best_of_each_box: the candidates that overlap an object best take their own best object, however low the IoU.
-        crowd_overlap: a candidate with this share of its area in a crowd region is ignored in any case.
-        lowest: candidates with a lower IoU are ignored if their image has an object.
-        padding: (..., T), rows that are not boxes.
+        candidates_xyxy: (..., A, 4), the A anchors or proposals.
+        boxes_xyxy: (..., T, 4), the T annotated boxes of the image.
+        iscrowd: (..., T), true for crowd regions, which are never matched; None if there are no crowd regions.
+        high: IoU from which a candidate is matched to the object that it overlaps most.
+        low: IoU below which a candidate is background. Between `low` and `high` it is ignored.
+        best_of_each_box: also match each candidate that overlaps an object more than all other candidates do, however
+            low the IoU. Such a candidate is matched to the object that the candidate itself overlaps most.
+        crowd_overlap: a candidate with at least this share of its area in a crowd region is ignored in any case.
+        lowest: a candidate whose highest IoU is below this value is ignored instead of background, if its image has an
+            object.
+        padding: (..., T), true for rows of `boxes_xyxy` that are only padding.
 
     Returns:
-        (..., A) int64: row of the object, `BACKGROUND` or `IGNORED`. Without objects all is background or ignored.
+        (..., A) int64: row of the matched object, `BACKGROUND` or `IGNORED`. In an image without objects, candidates
+        are background, or ignored in crowd regions.
     """
     if not boxes_xyxy.shape[-2]:
         shape = (*boxes_xyxy.shape[:-2], candidates_xyxy.shape[-2])
@@ -66,8 +70,10 @@ def match_candidates(
 
 
 def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
-    """Return (..., T, A), the share of each candidate's area (..., A, 4) that lies in each region (..., T, 4); 0 for
-    candidates without area."""
+    """Return the share of each candidate's area that lies in each region; 0 for candidates without area.
+
+    A candidates (..., A, 4) and T regions (..., T, 4) give (..., T, A).
+    """
     candidates = candidates_xyxy[..., None, :, :]
     regions = regions_xyxy[..., :, None, :]
     right_bottom = torch.minimum(candidates[..., 2:], regions[..., 2:])
@@ -79,15 +85,17 @@ def covered_share(candidates_xyxy: Tensor, regions_xyxy: Tensor) -> Tensor:
 
 
 def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose random positives, at most `positive_fraction` of `size`, and fill up with background.
+    """Choose `size` of the A candidates of each image at random: positives, at most the share `positive_fraction` of
+    `size`, and background for the rest.
 
     Args:
-        match: (..., A) of `match_candidates`.
-        keys: (..., A) random numbers in [0, 1): the order in which candidates are chosen.
+        match: (..., A), the result of `match_candidates`.
+        keys: (..., A) random numbers in [0, 1); candidates with the largest are chosen.
 
     Returns:
-        index (..., K) of the chosen candidates, positives first, K = min(size, A), and their match (..., K). If there
-        are fewer to choose from, the rest is `IGNORED`, so that the shape is known without a host read.
+        index (..., K) of the chosen candidates, positives first, where K = min(size, A), and their match (..., K). If
+        an image has fewer positives and background candidates, other candidates with the match `IGNORED` fill the rest,
+        so that the shape is known without a host read.
     """
     count = match.shape[-1]
     most_positives = int(size * positive_fraction)
@@ -104,8 +112,11 @@ def sample(match: Tensor, size: int, positive_fraction: float, keys: Tensor) -> 
 
 
 def shares(match: Tensor) -> Tensor:
-    """Return weights (..., K) that turn a sum over an image's samples into their mean: 1 / their number, 0 for ignored
-    ones."""
+    """Return weights (..., K) that turn a sum over the K samples of an image into their mean.
+
+    match: (..., K), the match of each sample. A weight is 1 / the number of samples that are not ignored; ignored
+    samples have the weight 0.
+    """
     counted = match != IGNORED
     count = counted.sum(dim=-1, keepdim=True)
     return counted / count.clamp(min=1)
@@ -123,7 +134,9 @@ def rpn_losses(
     float32 sums.
 
     Args:
-        logits, match, weights: (N,). deltas, targets: (N, 4). beta: smooth L1 is linear from there (1 / sigma^2).
+        logits, match, weights: (N,) of N sampled anchors; for match and weights see `sample` and `shares`.
+        deltas, targets: (N, 4), predicted and wanted box deltas.
+        beta: difference at which smooth L1 turns from quadratic to linear (1 / sigma^2 in other programs).
     """
     positive = (match >= 0).float()
     objectness = binary_cross_entropy_with_logits(logits.float(), positive, reduction="none")
@@ -141,13 +154,17 @@ def roi_losses(
     beta: float = 1 / 9,
     unlabelled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the right class) as weighted float32
-    sums.
+    """Return `loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the deltas of the right class) as
+    weighted float32 sums over R sampled boxes.
 
     Args:
-        logits: (R, 1 + C), background first. deltas: (R, 1 + C, 4). targets: (R, 4). weights: (R,).
+        logits: (R, 1 + C), background first.
+        deltas: (R, 1 + C, 4), predicted for each class.
         classes: (R,) int64, 0 is background; rows of weight 0 may have any class.
-        unlabelled: (R, 1 + C) bool, columns that the image does not label; None: none.
+        targets: (R, 4) wanted box deltas.
+        weights: (R,), see `shares`.
+        beta: difference at which smooth L1 turns from quadratic to linear (1 / sigma^2 in other programs).
+        unlabelled: (R, 1 + C) bool, true for classes that the image of the box does not label; None: all are labelled.
     """
     log_probabilities = partial_log_softmax(logits.float(), classes, unlabelled, 0)
     classifier = nll_loss(log_probabilities, classes, reduction="none")

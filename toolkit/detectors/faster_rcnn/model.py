@@ -43,13 +43,14 @@ Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without pad
 
 
 class FasterRCNN(Detector):
-    """A detector of torchvision's modules, under torchvision's names; the module `build` beside this one has
-    those that settings make.
+    """A Faster R-CNN made of torchvision's modules, under torchvision's names. Its subclasses in
+    `toolkit.detectors.faster_rcnn.build` are built from settings.
 
     Args:
-        model: torchvision's, whose `backbone`, `rpn` and `roi_heads` are taken, with the mean and deviation of images.
-            The backbone makes of normalised images an OrderedDict of maps with equal channels, finest first.
-        strides: of the maps that boxes are pooled from, each twice the one before; the first of all maps.
+        model: torchvision's detector, whose `backbone`, `rpn`, `roi_heads`, image mean and image deviation are used.
+            The backbone converts normalised images to an OrderedDict of maps with equal channels, finest first.
+        strides: strides in pixels of the maps that boxes are pooled from, each twice the one before. These maps are the
+            first of the backbone's; a further one is for proposals only.
         stages: settings, some of which (such as `rpn_crowd_overlap`) torchvision's modules do not have.
 
     `features`, `map_channels`, `proposals`, `box_pool`, `box_head`, `class_logits`, `representation_size` and
@@ -95,12 +96,14 @@ class FasterRCNN(Detector):
 
     @property
     def box_pool(self) -> MultiScaleRoIAlign:
-        """Return the module that pools `(maps, boxes per image, image sizes)` to (R, C, 7, 7)."""
+        """Return the module that pools the R boxes of all images, `(maps, boxes per image, image sizes)`, to (R, C, 7,
+        7)."""
         return self.roi_heads.box_roi_pool
 
     @property
     def box_head(self) -> nn.Module:
-        """Return the module that maps (R, C, 7, 7) to (R, `representation_size`)."""
+        """Return the module that converts pooled features (R, C, 7, 7) of R boxes to vectors (R,
+        `representation_size`)."""
         return self.roi_heads.box_head
 
     def features(
@@ -109,19 +112,20 @@ class FasterRCNN(Detector):
         sizes: Tensor,
         targets: Sequence[Mapping] | None = None,
     ) -> tuple[OrderedDict[str, Tensor], list[tuple[int, int]]]:
-        """Return maps (B, C, H, W) by name, and the images' sizes (h, w) without padding, on the host.
+        """Return feature maps (B, C, h, w) by name, and the sizes (height, width) of the images without padding, on the
+        host.
 
         Args:
             images: (B, 3, H, W) uint8, padded on the right and below to a multiple of 32.
-            sizes: (B, 2) int64.
-            targets: if given, their sizes are already on the host.
+            sizes: (B, 2) int64, height and width of each image without padding.
+            targets: if given, image sizes are read from their copies on the host, which avoids a synchronisation.
         """
         images_hw = sizes_on_host(sizes, targets)
         pixels = normalize_images(images, sizes, self.mean, self.std)
         return self.backbone(pixels), images_hw
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
-        """Return proposals per image, (P_i, 4) float32 xyxy pixels without gradient, best first."""
+        """Return the proposals of each image i, (P_i, 4) float32 xyxy pixels without gradient, best first."""
         proposals, _ = self._proposals(*self._predict_anchors(features), images_hw)
         return proposals
 
@@ -132,34 +136,35 @@ class FasterRCNN(Detector):
         images_hw: Sizes,
         boxes_on_host: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), float32, of boxes (P_i, 4) per
-        image.
+        """Return class logits (R, 1 + C), background first, and deltas (R, 1 + C, 4), both float32, of given boxes.
 
-        boxes_on_host: the same boxes on the CPU, if available; they avoid a host synchronisation.
+        boxes: (P_i, 4) of each image i, R in total. boxes_on_host: the same boxes on the CPU, if available; they avoid
+        a host synchronisation.
         """
         pooled = self.box_pool(features, boxes, list(images_hw), boxes_on_host)
         logits, deltas = self.roi_heads.box_predictor(self.box_head(pooled))
         return logits.float(), deltas.float().unflatten(1, (-1, 4))
 
     def class_logits(self, features: Mapping[str, Tensor], boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
-        """Return logits (R, 1 + C), background first, float32, of boxes whose features (R, C, 7, 7) are already
-        pooled."""
+        """Return class logits (R, 1 + C) float32, background first, of R boxes whose features `pooled` (R, C, 7, 7) are
+        already pooled. The other two arguments are not needed here."""
         logits, _ = self.roi_heads.box_predictor(self.box_head(pooled))
         return logits.float()
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Return predictions of sampled anchors and boxes with their targets (given targets); detections (in
-        evaluation).
+        """Return the predictions of sampled anchors and boxes with their training targets, if targets are given; in
+        evaluation or without targets, also what detections are decoded from.
 
         Args:
-            images, sizes: see `features`. targets: on the same device; images without objects are background.
+            images, sizes: see `features`.
+            targets: on the same device; images without objects are background.
 
         Returns:
-            with targets, for `criterion`: `rpn_logits`, `rpn_match`, `rpn_weights` (B, K), `rpn_deltas`, `rpn_targets`
-            (B, K, 4); `roi_logits` (R, 1 + C), `roi_deltas` (R, 1 + C, 4), `roi_classes`, `roi_weights` (R,),
-            `roi_targets` (R, 4), and of partly labelled images `roi_unlabelled` (R, 1 + C). In evaluation or without
-            targets, for `postprocess`: `boxes`, the proposals (P_i, 4) per image, and their `logits` (P, 1 + C) and
-            `deltas` (P, 1 + C, 4).
+            with targets, for `criterion`: of K sampled anchors per image `rpn_logits`, `rpn_match`, `rpn_weights` (B,
+            K), `rpn_deltas`, `rpn_targets` (B, K, 4); of R sampled boxes of all images `roi_logits` (R, 1 + C),
+            `roi_deltas` (R, 1 + C, 4), `roi_classes`, `roi_weights` (R,), `roi_targets` (R, 4), and, if images are
+            partly labelled, `roi_unlabelled` (R, 1 + C). In evaluation or without targets, for `postprocess`: `boxes`,
+            the proposals (P_i, 4) of each image i, and of all P of them `logits` (P, 1 + C) and `deltas` (P, 1 + C, 4).
 
         Samples are drawn image by image in training, see `image_generator`; in evaluation they are the same every time.
         """
@@ -172,7 +177,7 @@ class FasterRCNN(Detector):
         images_hw: Sizes,
         targets: Sequence[Mapping] | None = None,
     ) -> dict:
-        """Run `forward` on maps that `features` has already computed."""
+        """Return what `forward` returns, from maps that `features` has already computed."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
         boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
@@ -210,8 +215,8 @@ class FasterRCNN(Detector):
         return outputs
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return the number of images: losses are means over an image's samples, averaged over images, so the number of
-        other ranks' samples is not needed."""
+        """Return the number of images. Losses are means over the samples of an image, averaged over images, so the
+        number of samples on other ranks is not needed."""
         return {"images": float(len(targets))}
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
@@ -282,12 +287,13 @@ class FasterRCNN(Detector):
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose the best detections of each image from boxes (B, P, C, 4) and scores (B, P, C) of its proposals.
+        """Choose the best detections of each image from the boxes (B, P, C, 4) and scores (B, P, C) of its P proposals.
 
-        Boxes are clipped to the image; small ones and scores up to `score_thresh` are dropped; the others are
-        suppressed by class.
+        Boxes are clipped to the image. Boxes with a side below `MIN_BOX_SIDE_PX` and scores up to `score_thresh` are
+        dropped; class-wise suppression of the others follows.
 
-        Returns boxes (B, K, 4) in pixels of the model's images, scores and labels (B, K); label -1: no detection.
+        Returns boxes (B, K, 4) in pixels of the model's images, and scores and labels (B, K), where K is
+        `detections_per_image`. In rows with label -1 there is no detection.
         """
         heads = self.roi_heads
         proposals, classes = scores.shape[1:]
@@ -316,18 +322,19 @@ class FasterRCNN(Detector):
     ) -> list[dict[str, Tensor]]:
         """Return detections with the second stage's outputs, for scene graphs; one class per proposal.
 
-        NMS class by class; the best remaining class of a proposal counts, as in Scene-Graph-Benchmark. The
-        thresholds are those of `postprocess`.
+        Suppression is class by class. Of the classes of a proposal that remain, the one with the best score counts, as
+        in Scene-Graph-Benchmark. The thresholds are those of `postprocess`.
 
         Args:
-            features, images_hw: of `features`.
-            top_k: detections per image at most, the best ones.
-            further_boxes: per image (K, 4), proposals beside the detector's own.
-            outputs: of `from_features` on these maps, in evaluation, if available; not with `further_boxes`.
+            features, images_hw: the results of `features`.
+            top_k: largest number of detections per image; the best are kept.
+            further_boxes: (M, 4) per image, M boxes that are classified in addition to the detector's own proposals.
+            outputs: result of `from_features` on these maps in evaluation, if available; ignored with `further_boxes`.
 
         Returns:
-            per image, best first, in pixels of the model's images: boxes (K, 4), labels (K,) from 0, scores (K,),
-            logits (K, 1 + C), boxes_per_class (K, 1 + C, 4), both with background first; on_host: {boxes}, on the CPU.
+            a dict per image with its K detections, best first, in pixels of the model's images: boxes (K, 4), labels
+            (K,) from 0, scores (K,), logits (K, 1 + C) and boxes_per_class (K, 1 + C, 4), both with background first,
+            and on_host, a dict with `boxes` on the CPU.
         """
         heads = self.roi_heads
         if further_boxes is None:
@@ -442,7 +449,11 @@ def of_one_class_each(
     nms_threshold: float,
     top_k: int,
 ) -> list[dict[str, object]]:
-    """Run `FasterRCNN.detect_with_logits` on proposals, `counts` per image: logits (P, 1 + C), boxes (P, 1 + C, 4)."""
+    """Choose detections from proposals as `FasterRCNN.detect_with_logits` does, and return the same dicts.
+
+    logits (P, 1 + C) and boxes (P, 1 + C, 4) are of the P proposals of all images, and `counts` is their number per
+    image.
+    """
     limits = limits_whwh(images_hw, logits.device)[:, None, None]
 
     def select() -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -475,7 +486,8 @@ def of_one_class_each(
 
 
 def with_boxes_on_host(detections: Sequence[Mapping[str, Tensor]]) -> list[dict[str, object]]:
-    """Return the detections of some images with `on_host`, their boxes on the CPU, copied at once."""
+    """Return copies of the detections of some images with a further entry `on_host`, a dict with their `boxes` on the
+    CPU. The boxes of all images are copied at once."""
     copies = to_host([image["boxes"] for image in detections])
     result = []
     for image, boxes in zip(detections, copies, strict=True):

@@ -1,5 +1,6 @@
-"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU (torchvision goes image by image
-and waits for each; on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each box."""
+"""Regions of a whole batch at once: decoding of boxes, selection of proposals on a GPU (torchvision processes the
+images one by one and waits for each; on a CPU its loop is faster), and RoIAlign on the pyramid level that fits each
+box."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,11 @@ MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCo
 
 
 def apply_deltas(deltas: Tensor, boxes_xyxy: Tensor, weights: Sequence[float]) -> Tensor:
-    """Decode boxes as torchvision's `BoxCoder.decode` without its copies to the device: deltas and boxes (..., 4),
-    broadcast."""
+    """Decode box deltas (dx, dy, dw, dh) to boxes (..., 4) xyxy as torchvision's `BoxCoder.decode`, without its copies
+    to the device.
+
+    deltas, boxes_xyxy: (..., 4), broadcast. weights: the four factors that the deltas are divided by.
+    """
     dx, dy, dw, dh = (delta / weight for delta, weight in zip(deltas.unbind(-1), weights, strict=True))
     left, top, right, bottom = boxes_xyxy.to(deltas.dtype).unbind(-1)
     width = right - left
@@ -35,7 +39,7 @@ def clip(boxes_xyxy: Tensor, limits_whwh: Tensor) -> Tensor:
 
 
 def limits_whwh(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Return (B, 4) float32 limits for `clip`, of sizes (h, w) in pixels that are known on the host."""
+    """Return limits (B, 4) float32 for `clip` from image sizes (height, width) in pixels that are known on the host."""
     limits = [(width, height, width, height) for height, width in sizes_hw]
     return send(torch.tensor(limits, dtype=torch.float32), device)
 
@@ -52,13 +56,18 @@ def best_proposals(
     min_size: float,
     min_score: float,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Run torchvision's `filter_proposals` for the whole batch with one host read: return (P_i, 4) of each image, best
-    first, and the same on the CPU.
+    """Run torchvision's `filter_proposals` for the whole batch with one host read: return the proposals (P_i, 4) of
+    each image i, best first, and the same on the CPU.
 
     Args:
-        boxes_xyxy: (B, A, 4). logits: (B, A). per_level: how many of the A each level has. limits_whwh: (B, 4).
-        before, after: largest number of boxes of a level before suppression, and of an image after it.
-        threshold: IoU. min_size: pixels. min_score: a probability.
+        boxes_xyxy, logits: (B, A, 4) and (B, A) of all A anchors.
+        per_level: number of anchors of each level, A in total.
+        limits_whwh: (B, 4), see `limits_whwh`.
+        before: largest number of boxes of a level before suppression.
+        after: largest number of boxes of an image after suppression.
+        threshold: IoU above which suppression removes the lower-scoring of two boxes.
+        min_size: smallest side in pixels.
+        min_score: smallest objectness probability.
     """
     widest = min(before, max(per_level))
     levels = []
@@ -97,8 +106,12 @@ def best_proposals(
 
 
 class LevelPool(MultiScaleRoIAlign):
-    """`MultiScaleRoIAlign` with the same numbers and at most one host read, while torchvision's reads once per level;
-    its `scales` and `map_levels` must be set."""
+    """A `MultiScaleRoIAlign` that computes the same values with at most one host read, where torchvision's has one per
+    level.
+
+    Whoever creates it must assign `scales` (1 / stride of each map) and `map_levels` (a `LevelMapper`) before its first
+    use; torchvision's class guesses both from the first batch.
+    """
 
     @classmethod
     def of(cls, pool: MultiScaleRoIAlign) -> "LevelPool":
@@ -119,9 +132,10 @@ class LevelPool(MultiScaleRoIAlign):
         image_shapes: Sequence[tuple[int, int]],
         boxes_on_host: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Return (R, C, *output_size) of the boxes (R_i, 4) xyxy of each image, in the order of the images.
+        """Return pooled features (R, C, *output_size) of the R boxes of all images, in the order of the images.
 
-        boxes_on_host: the same boxes on the CPU, if available; they avoid a host synchronisation.
+        maps: feature maps by name. boxes: (R_i, 4) xyxy of each image i. image_shapes is not used. boxes_on_host: the
+        same boxes on the CPU, if available; they avoid a host synchronisation.
         """
         levels = [maps[name] for name in self.featmap_names if name in maps]
         joined = _without_nan(torch.cat(list(boxes)))

@@ -1,6 +1,6 @@
 """Training samples of the two stages for a whole batch at once: candidates, their matches, and random sampling.
 
-The number of boxes of each image is known on the host, so everything is padded and cut there without waiting.
+The number of boxes of each image is known on the host, so padding and cutting need not wait for the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,10 @@ PAIRS_PER_CHUNK = 2**26  # boxes compared with candidates on a device, 256 MB of
 
 
 class Truths(NamedTuple):
-    """Annotated boxes of B images, padded to T. counts: boxes per image, on the host.
+    """Annotated boxes of B images, padded to the largest number T of boxes in an image, at least 1.
 
-    boxes: (B, T, 4) xyxy pixels. labels: (B, T) from 1. is_padding: (B, T). is_crowd: (B, T), None without crowds.
+    boxes: (B, T, 4) xyxy pixels. labels: (B, T), class + 1. is_padding: (B, T) bool. is_crowd: (B, T) bool, or None if
+    the batch has no crowd regions. counts: number of boxes of each image, on the host.
     """
 
     boxes: Tensor
@@ -32,9 +33,11 @@ class Truths(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """The sampling of a stage: IoU from which a candidate has an object, and below which it is background, from
-    `lowest` on; how many; which share of a candidate in a crowd region leaves it out; factors on the deltas of
-    boxes."""
+    """The settings by which a stage matches and samples its candidates.
+
+    high, low, lowest, crowd_overlap: see `match_candidates`. size, positive_fraction: see `sample`. delta_weights:
+    factors on the four regression targets.
+    """
 
     high: float
     low: float
@@ -46,7 +49,8 @@ class Sampler(NamedTuple):
 
     @classmethod
     def of(cls, stage: torch.nn.Module, crowd_overlap: float, lowest: float = 0.0) -> "Sampler":
-        """Return the settings of torchvision's RPN or RoIHeads, which do not hold the last two arguments."""
+        """Return the settings of a stage, torchvision's RPN or RoIHeads. The last two arguments are settings that
+        torchvision's modules do not have."""
         matcher = stage.proposal_matcher
         sampler = stage.fg_bg_sampler
         return cls(
@@ -61,7 +65,7 @@ class Sampler(NamedTuple):
 
 
 def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
-    """Pad the targets of a batch, whose tensors are on one device, to at least one column."""
+    """Convert the targets of a batch, whose tensors are on one device, to padded `Truths`."""
     counts = [len(target["boxes"]) for target in targets]
     total = sum(counts)  # the row of what stands for padding
     index = padded_rows(list(zip(_starts(counts), counts, strict=True)), total)
@@ -85,7 +89,10 @@ def padded_truths(targets: Sequence[Mapping[str, Tensor]]) -> Truths:
 
 
 def match_batch(candidates_xyxy: Tensor, truths: Truths, thresholds: Sampler, best_of_each_box: bool) -> Tensor:
-    """Run `match_candidates` for each image, (B, A). candidates_xyxy: (A, 4) of all, or (B, A, 4)."""
+    """Return the matches (B, A) of `match_candidates` for each image of a batch.
+
+    candidates_xyxy: (A, 4) if all images have the same A candidates, else (B, A, 4).
+    """
     at_once = 1
     images = len(truths.counts)
     matches = []
@@ -118,7 +125,8 @@ def sampled_anchors(
     settings: Sampler,
     draw: Draw,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the rows (B, K) of the anchors (A, 4) to train, and their `match`, `targets`, `weights`."""
+    """Sample K of the A anchors (A, 4) for each image; return their rows (B, K), and a dict of their `match`, `weights`
+    (B, K) and `targets` (B, K, 4)."""
     images = len(truths.counts)
     match = match_batch(anchors_xyxy, truths, settings, best_of_each_box=True)
     keys = draw([len(anchors_xyxy)] * images).view(match.shape)
@@ -133,10 +141,11 @@ def sampled_boxes(
     settings: Sampler,
     draw: Draw,
 ) -> tuple[Tensor, Tensor, list[int], dict[str, Tensor]]:
-    """Sample from the proposals (P_i, 4) of each image, followed by its objects, image after image.
+    """Sample from the candidates of each image, which are its proposals (P_i, 4) followed by its annotated boxes.
 
     Returns:
-        their rows (R,); their boxes (R, 4); how many each image has; `classes` (R,), 0 is background, `targets` (R, 4),
+        for the R samples of all images, image after image: their rows (R,) among all candidates; their boxes (R, 4);
+        the number of samples of each image; a dict of `classes` (R,), where 0 is background, `targets` (R, 4) and
         `weights` (R,).
     """
     num_proposals = [len(boxes) for boxes in proposals]
@@ -166,8 +175,11 @@ def sampled_boxes(
 
 
 def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights: Sequence[float]) -> Tensor:
-    """Return (B, K, 4) deltas from candidates (B, K, 4) to the objects they match (B, K); 0 for those without a
-    match."""
+    """Return the deltas (B, K, 4) from K candidates per image (B, K, 4) to the objects that they match; 0 for
+    candidates without a match.
+
+    match: (B, K), see `match_candidates`. weights: factors on the four deltas.
+    """
     rows = match.clamp(min=0)[..., None].expand(-1, -1, 4)
     matched = truths.boxes.gather(1, rows)
     matched = torch.where((match >= 0)[..., None], matched, candidates_xyxy)
@@ -176,8 +188,8 @@ def box_targets(candidates_xyxy: Tensor, match: Tensor, truths: Truths, weights:
 
 
 def padded_rows(parts: Sequence[tuple[int, int]], missing: int) -> Tensor:
-    """Return (B, M) int64 on the host: start, start + 1, ... of each (start, count), then `missing`; M is at least
-    1."""
+    """Return (B, M) int64 on the host, of which each row is start, start + 1, ... for one (start, count) of `parts`,
+    followed by `missing`. M is the largest count, at least 1."""
     widest = max([1, *(count for _, count in parts)])
     rows = torch.full((len(parts), widest), missing)
     for row, (start, count) in zip(rows, parts, strict=True):

@@ -1,5 +1,6 @@
-"""Faster R-CNNs of maskrcnn-benchmark and Scene-Graph-Benchmark (`pretrained_faster_rcnn/model_final.pth`), with a
-feature pyramid on a ResNet or ResNeXt, as `faster_rcnn` with the settings that give the original's boxes.
+"""Weights of the Faster R-CNNs of maskrcnn-benchmark and Scene-Graph-Benchmark
+(`pretrained_faster_rcnn/model_final.pth`) with a feature pyramid on a ResNet or ResNeXt. They become a `faster_rcnn`
+with the settings that give the original's boxes.
 
 The originals take BGR pixels from 0 to 255: the first convolution's channels are reversed, and mean and deviation do
 the rest. Batch norms have epsilon 0; boxes end at the last pixel instead of behind it (`whole_pixels`); anchors are

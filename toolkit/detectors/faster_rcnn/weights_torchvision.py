@@ -1,6 +1,6 @@
-"""Weights of torchvision's Faster R-CNN, whose state dicts are ours name by name.
+"""Weights of torchvision's Faster R-CNN, whose tensors have the same names here.
 
-They are `fasterrcnn_resnet50_fpn_coco-*.pth` and those of `_v2`.
+The files are `fasterrcnn_resnet50_fpn_coco-*.pth` and `fasterrcnn_resnet50_fpn_v2_coco-*.pth`.
 """
 
 import re
@@ -25,7 +25,7 @@ WITH_LISTS = {
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether these are names of one of the two detectors."""
+    """Return whether the names of these tensors are those of one of torchvision's two detectors."""
     return _architecture(state) is not None
 
 
@@ -39,9 +39,11 @@ def _architecture(state: Mapping[str, Tensor]) -> str | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """Return the detector that these tensors belong to.
+    """Return the architecture, settings and class names of the detector that these tensors belong to. `file` is not
+    used.
 
-    A batch norm's epsilon is not among the tensors: torchvision's published `fasterrcnn_resnet50_fpn` has 0.
+    The epsilon of batch norms is not among the tensors. For `fasterrcnn_resnet50_fpn` the settings get `norm_eps` 0, as
+    in torchvision's published detector, and a note says how to change it.
     """
     architecture = _architecture(state)
     description = Description(architecture, {}, named(len(state[CLASSIFIER]) - 1))
@@ -55,7 +57,10 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; batch norms of `fasterrcnn_resnet50_fpn` are constants and count no batches."""
+    """Return the tensors under the names of today's torchvision; files from before 0.13 have others.
+
+    `num_batches_tracked` of `fasterrcnn_resnet50_fpn` is left out, because its batch norms are constants.
+    """
     if _architecture(state) == "fasterrcnn_resnet50_fpn":
         state = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
     for pattern, today in WITH_LISTS.items():

@@ -1,4 +1,4 @@
-"""Box features for relation heads. Widths are x2 - x1 + 1, as in the published models."""
+"""Box features for relation heads. The width of a box is x2 - x1 + 1, as in the published models."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ PAIR_GEOMETRY_DIM = 32  # numbers of `pair_numbers`
 
 
 def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Convert (N, 4) boxes in images of (N, 2) sizes to (N, 9): w, h, cx, cy, x1, y1, x2, y2, area, all relative.
+    """Convert boxes (N, 4) xyxy in images of sizes (N, 2), height and width, to (N, 9): w, h, cx, cy, x1, y1, x2, y2,
+    area, all relative to the image.
 
     Width and height count both end pixels (x2 - x1 + 1), and so do centre and area.
     """
@@ -24,19 +25,21 @@ def box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
 
 
 def corner_centre_numbers(boxes_xyxy: Tensor) -> Tensor:
-    """Convert (N, 4) -> (N, 8): x1, y1, x2, y2, cx, cy, w, h."""
+    """Convert boxes (N, 4) xyxy to (N, 8): x1, y1, x2, y2, cx, cy, w, h."""
     wh, centre = _wh_centre(boxes_xyxy)
     return torch.cat([boxes_xyxy, centre, wh], -1)
 
 
 def scaled_box_numbers(boxes_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-    """Return (N, 8): `corner_centre_numbers` divided by the longer image side (at least 100)."""
+    """Return (N, 8): `corner_centre_numbers` of boxes (N, 4), divided by the longer side (at least 100) of their
+    images, which have the sizes (N, 2), height and width."""
     longer = sizes_hw.amax(-1, keepdim=True).clamp(min=100).to(boxes_xyxy)
     return corner_centre_numbers(boxes_xyxy) / longer
 
 
 def pair_numbers(subjects: Tensor, objects: Tensor) -> Tensor:
-    """Convert (R, 8) scaled numbers of both boxes -> (R, 32): subject, object, union, intersection (zeros when empty).
+    """Convert the `scaled_box_numbers` (R, 8) of the subjects and objects of R pairs to (R, 32): subject, object, union
+    and intersection of the boxes, 8 numbers each (zeros for an empty intersection).
 
     The width of union and intersection adds 1 to already scaled boxes, as the published models were trained.
     """
@@ -49,21 +52,23 @@ def pair_numbers(subjects: Tensor, objects: Tensor) -> Tensor:
 
 
 def union_boxes(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Return the (..., 4) smallest box around both."""
+    """Return the smallest box (..., 4) xyxy around each two boxes (..., 4)."""
     left_top = torch.minimum(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
     right_bottom = torch.maximum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
     return torch.cat([left_top, right_bottom], -1)
 
 
 def intersection_areas(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Return the areas of the common parts with +1 widths, broadcast over (..., 4)."""
+    """Return the areas of the common parts of boxes (..., 4) xyxy, which are broadcast. Widths and heights have 1
+    added."""
     left_top = torch.maximum(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
     right_bottom = torch.minimum(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
     return (right_bottom - left_top + 1.0).clamp(min=0).prod(-1)
 
 
 def iou_plus_one(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Return the IoU with +1 widths, broadcast over (..., 4): pairwise with `boxes1[:, None], boxes2[None]`."""
+    """Return the IoU of boxes (..., 4) xyxy, which are broadcast: pairwise with `boxes1[:, None], boxes2[None]`. Widths
+    and heights have 1 added."""
     common = intersection_areas(boxes1_xyxy, boxes2_xyxy)
     area1 = (boxes1_xyxy[..., 2:] - boxes1_xyxy[..., :2] + 1).prod(-1)
     area2 = (boxes2_xyxy[..., 2:] - boxes2_xyxy[..., :2] + 1).prod(-1)
@@ -73,8 +78,9 @@ def iou_plus_one(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
     """Measure how each object overlaps the others of its image, for VCTree.
 
-    boxes_xyxy: (B, N_max, 4) padded, mask: (B, N_max) bool. Returns (B, N_max, 6): overlapping objects (itself
-    included), sum of intersections, sum of IoUs, both divided by the count, and the area.
+    boxes_xyxy: (B, N_max, 4), padded. mask: (B, N_max) bool, False for padding. Returns (B, N_max, 6): number of
+    overlapping objects (the object itself included), sum of the intersections, sum of the IoUs, both sums divided by
+    that number, and the area of the object.
     """
     both = mask[:, :, None] & mask[:, None, :]
     first = boxes_xyxy[:, :, None]
@@ -91,8 +97,8 @@ def overlap_numbers(boxes_xyxy: Tensor, mask: Tensor) -> Tensor:
 
 
 def rectangle_masks(boxes_xyxy: Tensor, sizes_hw: Tensor, resolution: int = 27) -> Tensor:
-    """Draw (..., 4) boxes in images of (..., 2) size as masks (..., resolution, resolution) float32 0/1, images scaled
-    whole."""
+    """Draw boxes (..., 4) xyxy as masks (..., resolution, resolution), float32 0 or 1. A mask covers the whole image,
+    whose size is (..., 2), height and width."""
     size_wh = sizes_hw.flip(-1).to(widest_float(sizes_hw.device))
     # float64, and not `resolution / size`: torch makes a rounded reciprocal of that, and 50 * 20 / 100 ends below 10
     scale = (torch.full_like(size_wh, resolution) / size_wh).to(boxes_xyxy)
@@ -109,11 +115,18 @@ def reading_order(
     num_objects: list[int],
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the objects for recurrent heads, packed time step by time step; on `device`, or that of the boxes.
+    """Order the objects of a batch for recurrent heads, in the layout of `PackedSequence`: time step by time step.
 
-    Objects run from the largest centre x to the smallest. Images with more objects come first; for equal numbers, the
-    later image does. Returns (N,) int64 permutation, its inverse, and the (steps,) int64 number of images still running
-    at each step, on the host: the layout of `PackedSequence`.
+    In an image, objects run from the largest centre x to the smallest. Images with more objects come first; of images
+    with equal numbers, the later one does.
+
+    Args:
+        num_objects: number of objects of each image.
+        device: device of the two permutations; None: that of the boxes.
+
+    Returns:
+        (N,) int64 permutation of the objects, its inverse, and (steps,) int64, the number of images that still have an
+        object at each step, on the host.
     """
     centre_x = (0.5 * (boxes_xyxy[:, 0] + boxes_xyxy[:, 2])).tolist()
     images = sorted(range(len(num_objects)), key=lambda i: (-num_objects[i], -i))
@@ -137,7 +150,7 @@ def reading_order(
 
 
 def certain_logits(labels: Tensor, num_classes: int) -> Tensor:
-    """Convert labels (N,) -> (N, C) float32 logits: 1000 for the label, -1000 elsewhere."""
+    """Convert labels (N,) to logits (N, C) float32: 1000 for the label, -1000 for other classes."""
     logits = torch.full((len(labels), num_classes), -1000.0, device=labels.device)
     return logits.scatter_(1, labels[:, None].long(), 1000.0)
 

@@ -1,4 +1,4 @@
-"""An adapter that puts any detector with feature maps in the place of a Faster R-CNN below a relation head."""
+"""An adapter with which any detector that has feature maps can replace the Faster R-CNN below a relation head."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,7 +22,8 @@ MIN_PROBABILITY = 1e-6  # probability: logarithms stay finite
 class SeenMaps(dict[str, Tensor]):
     """Feature maps by name, with the detector's outputs for the same images.
 
-    outputs: of the detector's forward. boxes (B, N, 4), scores (B, N, C): its `all_predictions`, without gradient.
+    outputs: result of the detector's forward. boxes (B, N, 4), scores (B, N, C): result of its `all_predictions`,
+    without gradient.
     """
 
     outputs: dict
@@ -31,17 +32,19 @@ class SeenMaps(dict[str, Tensor]):
 
 
 class DetectorBelow(nn.Module):
-    """A detector with the methods of a `FasterRCNN` that a scene graph calls; they take and give the same.
+    """A detector with those methods of a `FasterRCNN` that a scene graph calls, with the same arguments and results.
 
-    Boxes are looked at in the detector's feature maps, at the level that suits their size. `laterals`, 1 x 1
-    convolutions, bring the maps to one width; they learn with the relation head, also on a frozen detector.
-    The classes of a given box are those of the prediction that overlaps it, see `scores_of`.
+    Box features are pooled from the detector's feature maps, at the level that suits the size of the box. `laterals`, 1
+    x 1 convolutions, project the maps to one width; they are trained with the relation head, even if the detector is
+    frozen. A given box gets the class scores of the prediction that overlaps it, see `scores_of`.
 
     Args:
         inner: the detector.
-        map_channels: width of the maps. representation_size: width of the output of box heads on them.
-        score_threshold, nms_threshold: of `detect_with_logits`.
-        passes_targets: whether the detector is trained too, so that its outputs must have the input of its criterion.
+        map_channels: width of the projected maps.
+        representation_size: width of the output of box heads on these maps.
+        score_threshold, nms_threshold: thresholds of `detect_with_logits`.
+        passes_targets: give the detector the targets, because it is trained too, and its outputs must include the input
+            of its criterion.
 
     Raises:
         BadInput: the detector has no feature maps, or their strides do not double.
@@ -73,7 +76,8 @@ class DetectorBelow(nn.Module):
             setattr(self, name, getattr(inner, name))
 
     def make_box_head(self) -> nn.Module:
-        """Build a head from (R, C, 7, 7) to (R, `representation_size`) with random weights: the detector has none."""
+        """Build a box head with random weights that converts the pooled features (R, C, 7, 7) of R boxes to (R,
+        `representation_size`); the detector has none."""
         return TwoMLPHead(self.map_channels * 7 * 7, self.representation_size)
 
     def features(
@@ -82,7 +86,8 @@ class DetectorBelow(nn.Module):
         sizes: Tensor,
         targets: Sequence[Mapping] | None = None,
     ) -> tuple[SeenMaps, list[tuple[int, int]]]:
-        """Return maps and sizes, see `FasterRCNN.features`; the maps also carry the detector's outputs."""
+        """Return maps and image sizes as `FasterRCNN.features` does; the maps also hold the detector's outputs, see
+        `SeenMaps`."""
         with kept_maps(self.inner.map_taps()) as tapped:
             outputs = self.inner(images, sizes, targets if self.passes_targets else None)
         maps = SeenMaps()
@@ -94,12 +99,14 @@ class DetectorBelow(nn.Module):
         return maps, sizes_on_host(sizes, targets)
 
     def from_features(self, maps: SeenMaps, images_hw: Sequence, targets: Sequence[Mapping] | None = None) -> dict:
-        """Return the outputs for `criterion`; the detector already had the targets when it computed the maps."""
+        """Return the detector's outputs, which `criterion` takes. `images_hw` and `targets` are not used: the detector
+        had the targets when it computed the maps."""
         return maps.outputs
 
     @torch.no_grad()
     def class_logits(self, maps: SeenMaps, boxes: Sequence[Tensor], pooled: Tensor) -> Tensor:
-        """Return class logits (R, 1 + C), background first, of the boxes (R_i, 4) of each image; see `scores_of`."""
+        """Return class logits (R, 1 + C), background first, of given boxes (R_i, 4) of each image i, R in total; see
+        `scores_of`. `pooled` is not used."""
         scores = []
         for predicted, predicted_scores, given in zip(maps.boxes, maps.scores, boxes, strict=True):
             scores.append(scores_of(predicted, predicted_scores, given))
@@ -115,8 +122,8 @@ class DetectorBelow(nn.Module):
         further_boxes: Sequence[Tensor] | None = None,
         outputs: Mapping | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Return detections, see `FasterRCNN.detect_with_logits`. A box is the same for every class; of `further_boxes`
-        only those that no detection overlaps are added; `outputs` are those of the maps."""
+        """Return detections in the form of `FasterRCNN.detect_with_logits`. Each has the same box for every class. Of
+        `further_boxes`, only those that no detection overlaps are added. `outputs` is not used."""
         boxes = clip(maps.boxes, limits_whwh(images_hw, maps.boxes.device)[:, None])
         count = min(MAX_CANDIDATES, maps.scores.shape[1])
         rows = maps.scores.amax(2).topk(count, dim=1).indices  # (B, count)
@@ -163,8 +170,8 @@ def _channels(inner: Detector) -> dict[int, int]:
 
 
 def level_pool(strides: Sequence[int], size: int = 7) -> LevelPool:
-    """Build a pool that takes each box from the map, named by its stride, that suits its size, as feature pyramids
-    do."""
+    """Build a RoI pooling to (size, size) from feature maps that are named by their stride. Each box is pooled from the
+    map that suits its size, as in feature pyramids."""
     pool = LevelPool([str(stride) for stride in strides], size, 2)
     pool.scales = [1 / stride for stride in strides]
     first_level = int(strides[0]).bit_length() - 1  # 3 for a stride of 8
@@ -214,8 +221,8 @@ def _with_missed(
 
 
 def distribution_logits(scores: Tensor) -> Tensor:
-    """Convert class scores (N, C) to logits (N, 1 + C) whose softmax returns them; background, the remainder, comes
-    first.
+    """Convert class scores (N, C) to logits (N, 1 + C) whose softmax returns the scores. The background comes first and
+    gets the remainder to 1.
 
     Scores that sum to more than 1, as sigmoids may, are divided by their sum.
     """
@@ -227,9 +234,12 @@ def distribution_logits(scores: Tensor) -> Tensor:
 
 
 def scores_of(boxes: Tensor, scores: Tensor, given: Tensor) -> Tensor:
-    """Return (R, C) scores of given boxes (R, 4) of an image. They are those of the prediction, of boxes (N, 4) and
-    scores (N, C), with the largest IoU x score among those that overlap the box by half, or of the nearest if none
-    does."""
+    """Return class scores (R, C) for R boxes, `given` (R, 4), of an image, taken from its predictions, boxes (N, 4) and
+    scores (N, C).
+
+    Each given box gets the scores of the prediction with the largest IoU x score among those with an IoU of at least
+    0.5, or, if there is none, of the prediction with the largest IoU.
+    """
     iou = pairwise_iou(given, boxes)
     quality = torch.where(iou >= FOUND_IOU, 1 + iou * scores.amax(1), iou)
     return scores[quality.argmax(1)]

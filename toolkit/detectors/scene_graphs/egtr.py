@@ -2,9 +2,9 @@
 
 Boxes, classes and predicates come out of one forward and are trained together. The self-attention of every decoder
 layer compares all queries with all keys. Predicates are predicted from those queries and keys and from the last hidden
-states: no box is pooled, no pair is sampled (the paper's section 3). In naver-ai/egtr `model/egtr.py` every pair holds
-its layers' features side by side; here they are summed as two products of matrices, which gives the same numbers with
-1 / (layers + 1) of the memory. Other differences are listed in docs/differences.md.
+states: no box is pooled, no pair is sampled (the paper's section 3). In naver-ai/egtr `model/egtr.py`, the features of
+all layers are concatenated for every pair; here they are summed as two products of matrices, which gives the same
+results with 1 / (layers + 1) of the memory. Other differences are listed in docs/differences.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,8 @@ MIN_FREQUENCY = 1e-12  # of a predicate that training had not, in the table of f
 
 
 class DecoderStates:
-    """States of a decoder: `queries` and `keys`, one (B, Q, D) for each layer, and `last` (B, Q, D), its output."""
+    """States of a decoder with Q queries of D channels: `queries` and `keys`, one (B, Q, D) for each layer, and `last`
+    (B, Q, D), the output of the decoder."""
 
     def __init__(self):
         self.queries: list[Tensor] = []
@@ -47,8 +48,8 @@ class DecoderStates:
         self.last: Tensor | None = None
 
     def of_last(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (B, count, L, D) and last states (B, count, D) of the last `count` queries, those
-        that detect: queries of denoising come before them."""
+        """Return queries and keys (B, count, L, D) of all L layers with D channels, and last states (B, count, D), of
+        only the last `count` queries. These are the queries that detect; denoising queries come before them."""
         queries = torch.stack([layer[:, -count:] for layer in self.queries], 2)
         keys = torch.stack([layer[:, -count:] for layer in self.keys], 2)
         return queries, keys, self.last[:, -count:]
@@ -56,8 +57,10 @@ class DecoderStates:
 
 @contextmanager
 def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
-    """Yield states that are filled while the detector runs inside. layers: of its decoder, with `self_attn.q_proj` and
-    `k_proj`."""
+    """Yield a `DecoderStates` that is filled while the detector runs inside the context.
+
+    layers: the layers of its decoder, which have `self_attn.q_proj` and `self_attn.k_proj`.
+    """
     kept = DecoderStates()
 
     def keep_last(_, arguments: tuple, output) -> None:
@@ -78,11 +81,13 @@ def kept_states(layers: Sequence[nn.Module]) -> Iterator[DecoderStates]:
 
 
 class EgtrHead(nn.Module):
-    """A head for predicates, and for whether there is any, of all ordered pairs of queries.
+    """A head that predicts, for all ordered pairs of queries, the predicates and whether the pair has any relation.
 
     Args:
-        width: D of the decoder. num_layers: L of the decoder. num_classes, num_predicates: without background.
-        frequency_bias: add how often training had each predicate between the two classes.
+        width: number of channels D of the decoder.
+        num_layers: number of layers L of the decoder.
+        num_classes, num_predicates: without background.
+        frequency_bias: add the logarithm of how often training had each predicate between the two classes.
     """
 
     def __init__(self, width: int, num_layers: int, num_classes: int, num_predicates: int, frequency_bias: bool = True):
@@ -103,10 +108,11 @@ class EgtrHead(nn.Module):
 
     @torch.no_grad()
     def start_from(self, counts: Tensor) -> None:
-        """Set the table of frequencies from (C, C, P) counts of training relations, without background.
+        """Set the table of frequencies from counts (C, C, P) of training relations by class of subject, class of object
+        and predicate (P predicates), without background.
 
-        As in the original it is the logarithm of the count. A predicate that two classes never had counts as a share of
-        1e-12; two classes that never had any predicate get 0. The head learns on top of it.
+        As in the original, the table holds the logarithm of the counts. A predicate that two classes never had counts
+        as a share of 1e-12; two classes that never had any predicate get 0.
         """
         if self.log_frequency is not None:
             counts = counts.double()
@@ -114,11 +120,14 @@ class EgtrHead(nn.Module):
             self.log_frequency.copy_((counts + smallest).log())
 
     def forward(self, queries: Tensor, keys: Tensor, states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits of the predicates (B, Q, Q, P) and of any relation (B, Q, Q), subjects first.
+        """Return logits of the P predicates, (B, Q, Q, P), and of any relation, (B, Q, Q), with subjects in dimension 1
+        and objects in dimension 2.
 
         Args:
-            queries, keys: (B, Q, L, D) of the decoder's self-attention, before they are scaled.
-            states: (B, Q, D) of the last layer. labels: (B, Q) class from 0 that is likeliest.
+            queries, keys: (B, Q, L, D) of Q queries with D channels in the self-attention of the L decoder layers,
+                before they are scaled.
+            states: (B, Q, D) of the last layer.
+            labels: (B, Q), the most probable class of each query, from 0.
         """
         subjects = self._sources(queries, self.query_projections, self.subject(states))
         objects = self._sources(keys, self.key_projections, self.object(states))
@@ -157,15 +166,17 @@ def _mlp(width: int, out: int) -> nn.Sequential:
 
 
 class EGTR(GraphDetector):
-    """A DETR whose detections carry a graph.
+    """A DETR whose detections have a scene graph.
 
     Args:
         class_names: one name each, in the order of the labels.
-        options: settings, see `EgtrOptions`; `detector` is a note, it is not read here.
-        predicates: one name each, in the order of the labels. attributes: ignored; EGTR predicts none.
+        options: settings, see `EgtrOptions`; `detector` is not read here.
+        predicates: one name each, in the order of the labels.
+        attributes: ignored; EGTR predicts none.
 
     Raises:
-        BadInput: another detector than one of `DETECTORS_BELOW`, wrong options, no predicates; all of them.
+        BadInput: the detector is not one of `DETECTORS_BELOW`, settings have invalid values, or there are no
+            predicates. One error names all of these faults.
     """
 
     Options = EgtrOptions
@@ -224,25 +235,30 @@ class EGTR(GraphDetector):
         self.default_weights |= {"loss_rel": 15.0, "loss_connectivity": 30.0}
 
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """Take the training counts, see `GraphDetector.learn_counts`; also start the table of frequencies."""
+        """Store the training counts, see `GraphDetector.learn_counts`, and set the head's table of frequencies from
+        them."""
         super().learn_counts(relations, candidates, seen)
         self.head.start_from(self.relation_counts[1:, 1:, 1:])
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Load the weights of a detector and return which parameter took which. Raises BadInput for other shapes."""
+        """Load the weights of a detector, and return from which tensor each parameter was loaded. Raises BadInput if
+        shapes differ."""
         return self._load_below(weights, "detector", {})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Return boxes, classes and predicates of all queries.
+        """Return boxes, classes and predicates of all Q queries.
 
         Args:
-            images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
-            targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed to train the detector along.
+            images: `(B, 3, H, W)` uint8, padded on the right and below.
+            sizes: `(B, 2)` int64, height and width of each image without its padding.
+            targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed only if the detector is trained together
+                with the relation head.
 
         Returns:
-            `logits (B, Q, C)` and `boxes (B, Q, 4)` cxcywh as fractions of the image, without gradient;
-            `predicates (B, Q, Q, P)` and `connectivity (B, Q, Q)` logits of ordered pairs, subjects first; `detector`:
-            the input of the detector's own criterion, if it is trained too.
+            `logits (B, Q, C)` and `boxes (B, Q, 4)`, cxcywh as fractions of the image without padding, both without
+            gradient; logits of ordered pairs with subjects in dimension 1 and objects in dimension 2: `predicates (B,
+            Q, Q, P)` for P predicates, and `connectivity (B, Q, Q)` for any relation; and `detector`, the input of the
+            detector's own criterion, if the detector is trained too and targets are given.
         """
         with kept_states(self.detector.model.model.decoder.layers) as kept:
             outputs = self.detector(images, sizes, targets if self.joint else None)
@@ -261,8 +277,8 @@ class EGTR(GraphDetector):
         return result
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return images, entries in the loss of predicates (`count_entries`), and the detector's denominators if it is
-        trained."""
+        """Return the number of images, the number of entries in the predicate loss (see `count_entries`), and, if the
+        detector is trained, its own denominators."""
         entries = 0
         for target in targets:
             entries += sum(count_entries(target, self.num_queries, len(self.predicates), self.sampling))
@@ -272,10 +288,10 @@ class EGTR(GraphDetector):
         return counts
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses and metrics (sum, count).
+        """Return losses by name, and metrics as (sum, count).
 
-        `loss_rel`, `loss_connectivity`: see `relation_losses`. relation_error: per cent of the annotated relations
-        whose pair of queries has a best predicate that is not annotated.
+        `loss_rel`, `loss_connectivity`: see `relation_losses`. relation_error: per cent of the annotated relations for
+        whose pair of queries the best predicate is not an annotated one.
         """
         with torch.autocast(outputs["predicates"].device.type, enabled=False):
             predicates = outputs["predicates"].float()
@@ -312,13 +328,13 @@ class EGTR(GraphDetector):
     ) -> list[dict[str, Tensor]]:
         """Return the graph of each image, in pixels of the original image.
 
-        A pair is ranked by the probability of its best predicate x that of any relation x the softmax values of both
-        classes, as in the original.
+        Pairs are ranked as in the original: by the product of the probability of the best predicate, the probability of
+        any relation, and the softmax values of both classes.
 
         Returns:
-            per image `boxes (M, 4)`, `scores (M,)` (sigmoids) and `labels (M,)` from 0 of the queries whose score is
-            above `score_threshold`; `pairs (P, 2)`, the `top_k` best of them, best first, `predicate_scores
-            (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)`.
+            per image `boxes (M, 4)`, `scores (M,)` (sigmoids) and `labels (M,)` from 0 of the M queries whose score is
+            above `score_threshold`; for the P best pairs of these, at most `top_k`, best first, `pairs (P, 2)`, rows of
+            subject and object, `predicate_scores (P, predicates)`, `predicates (P,)` and `triplet_scores (P,)`.
         """
         graphs = []
         fields = to_host(self._ranked(outputs, orig_sizes, score_threshold, top_k))
@@ -377,11 +393,11 @@ class EGTR(GraphDetector):
 
 
 def largest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest values of each row of (B, N) float32, 0 or more, and their columns; values below 0
-    come last.
+    """Return the `count` largest values of each row of (B, N) float32, and their columns. Values below 0 mark invalid
+    entries and come last, in any order.
 
-    Equal values are in the order of their columns, also at the cut. `topk` leaves that open; a stable sort of 200
-    queries' pairs takes ten times as long.
+    Equal values are in the order of their columns, also at the cut. `topk` does not guarantee that; a stable sort of
+    200 queries' pairs takes ten times as long.
     """
     width = values.shape[1]
     if torch.compiler.is_exporting():  # ONNX's order is that of the columns

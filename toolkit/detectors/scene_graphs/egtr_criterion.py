@@ -1,4 +1,5 @@
-"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over entries known beforehand.
+"""The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over entries whose number is known
+from the targets alone.
 
 Values are those of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries have the objects
 that the matching of the last decoder layer assigns to them. The target of an annotated relation is the product of the
@@ -22,11 +23,12 @@ from toolkit.detectors.detr.focal_criterion import ALPHA, focal_costs, match_foc
 
 @dataclass
 class RelationSampling:
-    """The entries (subject, object, predicate) of an image that count in the predicate loss beside the annotated ones.
+    """The choice of the entries (subject, object, predicate) of an image that count in the predicate loss in addition
+    to the annotated ones.
 
-    unrelated: per relation, the number of entries between objects that do not have that predicate.
-    unmatched: per relation, the number of entries with a query without an object.
-    hardest_*: take those of highest score instead of random ones.
+    unrelated: for each annotated relation, the number of entries between two objects that do not have that predicate.
+    unmatched: for each annotated relation, the number of entries with a query that is not matched to an object.
+    hardest_unrelated, hardest_unmatched: choose the entries with the highest scores instead of random ones.
     """
 
     unrelated: int = 80
@@ -36,7 +38,8 @@ class RelationSampling:
 
 
 def relations_of(target: Mapping) -> Tensor:
-    """Return the (R, 3) subject, object, predicate from 0, each once, on the host, without those of crowd regions."""
+    """Return the R relations (R, 3) of an image, subject, object and predicate from 0, on the host. Duplicates and
+    relations of crowd regions are left out."""
     host = on_host(target)
     relations = host["relations"]
     if "iscrowd" in host:
@@ -51,9 +54,11 @@ def count_entries(
     num_predicates: int,
     sampling: RelationSampling,
 ) -> tuple[int, int, int]:
-    """Count annotated, unrelated and unmatched entries of an image in the predicate loss, using only its target.
+    """Return the numbers of annotated, unrelated and unmatched entries of an image in the predicate loss, using only
+    its target.
 
-    If there are more objects than queries, the matched ones are not known beforehand: all relations are counted then.
+    If there are more objects than queries, it is not known beforehand which objects are matched, and all relations are
+    counted.
     """
     host = on_host(target)
     relations = len(relations_of(target))
@@ -74,9 +79,11 @@ def match_with_quality(
     costs: MatchingCosts,
     smoothing: float,
 ) -> tuple[QueryMatches, Tensor]:
-    """Return the matching of one layer, (B, Q, C) and (B, Q, 4), and the quality in (0, 1) of each matched query.
+    """Return the matching of one layer with Q queries, logits (B, Q, C) and boxes (B, Q, 4), and the quality (N,) of
+    its N matched queries, each between 0 and 1.
 
-    quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), 1 - `smoothing` for a perfect detection.
+    quality = 1 - sigmoid(cost - smallest possible cost + logit(smoothing)), which is 1 - `smoothing` for a perfect
+    detection.
     """
     matches = match_focal(logits[None], boxes_cxcywh[None], targets, costs)
     predicted = boxes_cxcywh[matches.image, matches.query]
@@ -102,12 +109,14 @@ def relation_losses(
     """Return the sums of the two losses, and the metric `relation_error` as (sum in per cent, count).
 
     Args:
-        predicates: (B, Q, Q, P) and connectivity: (B, Q, Q) logits, float32.
-        targets: with `relations`, on any device. matches, quality: of `match_with_quality`.
+        predicates: (B, Q, Q, P) logits of P predicates for ordered pairs of Q queries, float32.
+        connectivity: (B, Q, Q) logits of any relation, float32.
+        targets: with `relations`, on any device.
+        matches, quality: results of `match_with_quality`.
 
     Returns:
-        `loss_rel`: binary cross entropy over the entries that `count_entries` counts. `loss_connectivity`: over all
-        pairs of queries, the mean of each image.
+        `loss_rel`: binary cross-entropy, summed over the entries that `count_entries` counts. `loss_connectivity`: the
+        mean over all pairs of queries of an image, summed over images.
     """
     batch_size, num_queries, _, num_predicates = predicates.shape
     device = predicates.device

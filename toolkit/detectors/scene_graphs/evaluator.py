@@ -1,4 +1,4 @@
-"""Evaluator of scene graph metrics for predictions kept by image id, instead of `CocoEvaluator`."""
+"""Evaluator of scene graph metrics, which takes the place of `CocoEvaluator`. Predictions are given by image id."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,22 @@ FURTHER_METRICS = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R
 
 
 class SceneGraphEvaluator:
-    """R@K and its family for one dataset; with predicted labels (sgcls, sgdet) the COCO numbers of the boxes too.
+    """Evaluates R@K and related metrics on one data set; if labels are predicted (sgcls, sgdet), also COCO's metrics of
+    boxes.
 
     Args:
         table: the `DetectionTable` with boxes and relations; crowd regions and their relations do not count.
         mode: predcls, sgcls or sgdet.
-        zero_shot: (Z, 3) subject class, object class, predicate that training never had; None: no zR@K.
+        zero_shot: (Z, 3) triplets of subject class, object class and predicate that training never had; None: no zR@K.
         protocol: "original" (as published) or "strict"; see `evaluate_scene_graphs`.
-        backend: of the COCO numbers.
-        phrase_detection: of a sgdet model, compare the union box of a pair instead of both boxes (phrdet).
-        trained_relations: (P,) how often training had each predicate, for the recall of `predicate_groups`; None: none.
+        backend: program that computes COCO's metrics.
+        phrase_detection: for a sgdet model, compare the union box of a pair instead of both boxes (phrdet).
+        trained_relations: (P,) number of training relations of each of the P predicates, for the recall of
+            `predicate_groups`; None: no such recall.
 
     Raises:
-        BadInput: unknown protocol, a table without predicates, phrase detection of given boxes.
+        BadInput: the protocol is unknown, the table has no predicates, or `phrase_detection` is set in another mode
+            than sgdet.
     """
 
     def __init__(
@@ -68,21 +71,22 @@ class SceneGraphEvaluator:
         self._boxes = None if mode == "predcls" else CocoEvaluator(table, backend)
 
     def evaluate(self, predictions: Mapping) -> dict[str, float | None]:
-        """Return metrics of a full set of predictions.
+        """Return the metrics of predictions for all images.
 
         Args:
-            predictions: for every image id `boxes (M, 4)` xyxy in original pixels, `scores (M,)`, `labels (M,)` from 0
-                (-1: no class), `pairs (P, 2)`, best first, `predicate_scores (P, predicates)` or the result of
-                `compact_graph`. For given boxes (predcls, sgcls) also `true_labels (N,)` and `true_relations (R, 3)`
-                (and `true_attributes (N, A)`), the graph whose boxes the predictions have: a box that resizing left
-                without width is in neither. No `pairs`: none are predicted. `attribute_scores (M, attributes)`, if
-                predicted.
+            predictions: for every image id the M objects, `boxes (M, 4)` xyxy in original pixels, `scores (M,)`,
+                `labels (M,)` from 0 (-1: no class), and P pairs of them, `pairs (P, 2)`, best first, and
+                `predicate_scores (P, predicates)` or instead the result of `compact_graph`. If boxes are given
+                (predcls, sgcls), also the annotated graph of these boxes: `true_labels (N,)`, `true_relations (R, 3)`
+                and `true_attributes (N, A)`, if any. Boxes and graph are then both without a box that resizing has left
+                without width. A prediction without `pairs` has no relations. `attribute_scores (M, attributes)` is
+                optional.
 
         Returns:
-            `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`, and the COCO numbers
-            with predicted labels; of detected boxes also those of `open_images_metrics`; of given boxes with attribute
-            scores `attribute_R_precision`, see `attribute_r_precision`; None where undefined. For a table that joins
-            several sets also `R@20/<set>`, ... of the images of each.
+            `R@20`, ..., `mR@100`, ..., `R@relative`, `mR_head@100`, ..., `mR@100/<predicate>`; if labels are predicted,
+            COCO's metrics; if boxes are detected, also those of `open_images_metrics`; if boxes are given and
+            attributes scored, `attribute_R_precision`, see `attribute_r_precision`. A metric that is undefined is None.
+            For a table that joins several data sets, also `R@20/<set>`, ... over the images of each.
 
         Raises:
             BadInput: image ids of predictions and table differ.
@@ -127,16 +131,20 @@ class SceneGraphEvaluator:
 
     @property
     def matches(self) -> Matches | None:
-        """Return the box matches of the last evaluation; None if boxes are given."""
+        """Return the matches of boxes in the last evaluation; None in predcls, where boxes and classes are given."""
         return self._boxes and self._boxes.matches
 
     def truth(self, image_id: int | str, prediction: Mapping) -> dict[str, np.ndarray]:
-        """Return the graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if any,
+        """Return the graph that a prediction is compared with: `boxes`, `labels`, `relations` and, if annotated,
         `attributes`."""
         return given_graph(prediction) or self._truths[image_id]
 
     def describe(self, scores: Mapping, predictions: Mapping, step: int | None = None) -> str:
-        """Return a text: the metrics by K, then the predicates with how often they occur and their recall."""
+        """Return a text for the log: a table of the metrics by K, and a table of the predicates with their frequency
+        and recall.
+
+        scores: result of `evaluate`. predictions and step are not used.
+        """
         rows = [("metric", *(f"@{k}" for k in RECALL_AT))]
         for key in scores:
             name, _, k = key.partition("@")
@@ -158,8 +166,8 @@ class SceneGraphEvaluator:
         return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
-        """Draw a picture of `count` images, graphs beside the annotated ones, and write the same graphs as JSON beside
-        it."""
+        """Write a picture of `count` images with the annotated and the predicted graphs to `path`, and the same
+        predicted graphs as JSON under that name with the suffix .json. Return the path of the picture."""
         from toolkit.detectors.scene_graphs.graph_pictures import draw_graphs, write_graphs
 
         write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
@@ -167,7 +175,7 @@ class SceneGraphEvaluator:
 
 
 def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
-    """Return the annotation of the boxes that a prediction was given; {} if it detected its boxes itself."""
+    """Return the annotated graph of the boxes that a prediction was given; {} if the prediction has detected boxes."""
     if "true_relations" not in prediction:
         return {}
     keys = {
@@ -180,9 +188,12 @@ def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
 
 
 def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the labels of the third of the predicates that training had most often (head), of the next (body) and of
-    the last (tail): 16, 17 and 17 of VG150's 50, as in Li et al., CVPR 2021. For equal counts the lower label is the
-    earlier."""
+    """Divide P predicates by their frequency in training, `trained_relations` (P,): return the labels of the most
+    frequent third (head), of the next (body) and of the last (tail), without empty groups.
+
+    VG150's 50 predicates give 16, 17 and 17, as in Li et al., CVPR 2021. Of equally frequent predicates the lower label
+    comes first.
+    """
     order = np.argsort(-np.asarray(trained_relations), kind="stable")
     head = len(order) // 3
     body = head + (len(order) - head) // 2
@@ -195,8 +206,8 @@ def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
-    """Return `mR_head@20`, ...: mR@K over the predicates of each group alone; None if undefined in the strict
-    protocol."""
+    """Return `mR_head@20`, ...: mR@K over the predicates of each group of `predicate_groups` alone. In the strict
+    protocol, a group of which no predicate is annotated gets None."""
     row = {}
     for name, labels in groups.items():
         kept = labels if protocol == "original" else labels[metrics.images_per_predicate[labels] > 0]
@@ -206,10 +217,11 @@ def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -
 
 
 def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | None:
-    """Return the share of annotated attributes among the k best of their object, which has k annotated attributes.
+    """Return the R-precision of attributes: of each object with k annotated attributes, the k best predictions count,
+    and the result is the share of all annotated attributes that are among them. None if no object has attributes.
 
-    attributes: per image (N, A) ids from 1, 0 after the last; scores: per image (N, attributes), of the same objects.
-    For equal scores the lower id ranks first. None: no object has any.
+    attributes: per image (N, A) ids from 1, at most A per object, 0 after the last. scores: per image (N, attributes),
+    of the same objects. Of attributes with equal scores, the lower id ranks first.
     """
     hits = annotated = 0
     for ids, of_objects in zip(attributes, scores, strict=True):
@@ -226,8 +238,9 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
 
 
 def true_graph(row: Mapping) -> dict[str, np.ndarray]:
-    """Return `boxes (N, 4)`, `labels (N,)`, `relations (R, 3)` of a table row, without crowd regions and their
-    relations; and `attributes (N, A)` if the table has them."""
+    """Return `boxes (N, 4)`, `labels (N,)` and R `relations (R, 3)` of a table row and, if the table has them,
+    `attributes (N, A)`, at most A per object. Crowd regions and their relations are left out; relations refer to the
+    boxes that are kept."""
     objects = row["objects"]
     relations = row["relations"]
     keep = objects["iscrowd"] == 0
@@ -259,7 +272,11 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
 
 
 def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
-    """Return (Z, 3) triplets of classes and predicate in `table` that are not in `seen` (C, C, P) bool, all from 0."""
+    """Return the Z triplets (Z, 3) of subject class, object class and predicate in `table` that training did not have.
+
+    seen: (C, C, P) bool for C classes and P predicates, the triplets that training had. Classes and predicates are
+    counted from 0.
+    """
     triplets: set[Sequence[int]] = set()
     for row in map(table.row, range(len(table))):
         graph = true_graph(row)
@@ -272,10 +289,11 @@ def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
 
 
 def load_triplets(file: str | Path) -> np.ndarray:
-    """Load (Z, 3) int64 subject class, object class, predicate, from 0, from a list that counts from 1.
+    """Load Z triplets (Z, 3) int64 of subject class, object class and predicate. They are counted from 1 in the file,
+    from 0 in the result.
 
-    Reads CSV with one header line, and the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark.
-    Raises BadInput for a file that holds anything else.
+    The file is CSV with one header line, or the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark. Raises
+    BadInput for a file that holds anything else.
     """
     file = Path(file)
     try:

@@ -1,7 +1,7 @@
-"""One image's scene graph as JSON with the names of the training data, and in Graphviz and NetworkX.
+"""Formats of one image's scene graph: JSON with the names of the training data, Graphviz, and NetworkX.
 
-A graph of these other programs is `{"file_name", "detections": [...], "relations": [...]}` as predictions.json has it:
-see `detections_as_json` and `relations_as_json`.
+The last two are made from `{"file_name", "detections": [...], "relations": [...]}`, an entry of predictions.json; see
+`detections_as_json` and `relations_as_json`.
 """
 
 import json
@@ -15,10 +15,10 @@ GRAPH_SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
 def without_graph_constraint(graph: Detections, count: int = MAX_RELATIONS) -> Detections:
-    """Return the graph of an image with its `count` best combinations of pair and predicate.
+    """Return a copy of an image's graph with its `count` best combinations of pair and predicate as relations, instead
+    of one predicate for each pair.
 
-    They replace the one predicate of each pair. Equal scores are in the order of pairs, then predicates, as ng-R@K
-    ranks them.
+    Combinations with equal scores are in the order of pairs, then predicates, as ng-R@K ranks them.
     """
     ends = graph["scores"][graph["pairs"]].prod(1)
     scores = (graph["predicate_scores"] * ends[:, None]).flatten()
@@ -36,7 +36,8 @@ def without_graph_constraint(graph: Detections, count: int = MAX_RELATIONS) -> D
 
 
 def relations_as_json(graph: Detections, predicates: Sequence[str], all_scores: bool = False) -> list[dict]:
-    """Convert the best relations of one image; `subject` and `object` are positions in its detections.
+    """Convert the best `MAX_RELATIONS` relations of one image to JSON; `subject` and `object` are positions in the
+    image's detections.
 
     all_scores: add `predicate_scores`, the probability of every predicate of the pair by name, best first.
     """
@@ -61,14 +62,15 @@ def relations_as_json(graph: Detections, predicates: Sequence[str], all_scores: 
 
 
 def graph_text(graph: Mapping, format: str) -> str:
-    """Return the text of a file in the format dot or networkx."""
+    """Return the text of a file with this graph in the format "dot" (Graphviz) or "networkx" (JSON)."""
     if format == "dot":
         return as_dot(graph)
     return json.dumps(as_node_link(graph), indent=1) + "\n"
 
 
 def as_dot(graph: Mapping) -> str:
-    """Return a directed graph of Graphviz; `dot -Tsvg FILE` draws it. Objects without a relation are nodes too."""
+    """Return the graph in the language of Graphviz; `dot -Tsvg FILE` draws it. Objects without a relation are nodes
+    too."""
     lines = [f"digraph {json.dumps(str(graph['file_name']))} {{", "  node [shape=box];"]
     for number, detection in enumerate(graph["detections"]):
         name = f"{number} {detection['category']}"
@@ -80,7 +82,8 @@ def as_dot(graph: Mapping) -> str:
 
 
 def as_node_link(graph: Mapping) -> dict:
-    """Return NetworkX's node-link form; `networkx.node_link_graph(json.load(file), edges="edges")` reads it."""
+    """Return the graph in NetworkX's node-link form, which `networkx.node_link_graph(json.load(file), edges="edges")`
+    reads."""
     nodes = []
     for number, detection in enumerate(graph["detections"]):
         entries = {key: detection[key] for key in OBJECT_KEYS}

@@ -1,5 +1,5 @@
-"""Frequency of predicates between two classes in the training split, the frequency bias, and the baseline that predicts
-from it alone (Zellers et al., Neural Motifs, 2018)."""
+"""Frequency of predicates between two classes in the training split, the bias made from it, and the baseline that
+predicts from the frequencies alone (Zellers et al., Neural Motifs, 2018)."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,7 +17,7 @@ PAIRS_PER_CHUNK = 1024  # 1,024 x 151^2 joint probabilities are 93 MB
 
 
 def candidate_pairs(boxes_xyxy: np.ndarray) -> np.ndarray:
-    """Return (K, 2) ordered pairs of one image whose boxes share area; all ordered pairs if none does."""
+    """Return the K ordered pairs (K, 2) of boxes of one image that share area; if no boxes do, all ordered pairs."""
     other = ~np.eye(len(boxes_xyxy), dtype=bool)
     overlap = intersection_area(boxes_xyxy[:, None], boxes_xyxy[None]) > 0
     pairs = np.argwhere(overlap & other)
@@ -28,11 +28,12 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
     """Count the relations and the candidate pairs of the training split by class of subject and object.
 
     Args:
-        images: per image `boxes` (N, 4) xyxy, `labels` (N,) from 1, `relations` (R, 3) subject, object, predicate
-            from 1; relations between boxes that do not overlap already removed, duplicates kept.
-        num_classes, num_predicates: with background.
+        images: per image `boxes` (N, 4) xyxy, `labels` (N,) from 1, and R `relations` (R, 3), subject, object and
+            predicate from 1; without relations between boxes that do not overlap, but with duplicates.
+        num_classes, num_predicates: C and P, with background.
 
-    Returns (C, C, P) int64 relations and (C, C) int64 candidate pairs. Candidates include pairs with a relation.
+    Returns the numbers of relations (C, C, P) int64 and of candidate pairs (C, C) int64. Pairs with a relation are
+    candidates too.
     """
     relations = np.zeros((num_classes, num_classes, num_predicates), np.int64)
     candidates = np.zeros((num_classes, num_classes), np.int64)
@@ -47,8 +48,12 @@ def count_predicates(images: Iterable[dict], num_classes: int, num_predicates: i
 
 
 def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[dict]:
-    """Yield the images of a training table for `count_predicates`. Relations between boxes that do not overlap (+1
-    widths) are left out unless `pairs_apart`, and so are images without any other relation."""
+    """Yield the images of a training table in the form that `count_predicates` takes. Images without relations are left
+    out.
+
+    Relations between boxes that do not overlap (with 1 added to widths and heights) are left out too, unless
+    `pairs_apart` is true.
+    """
     for row in map(table.row, range(len(table))):
         boxes = row["objects"]["bbox"]
         columns = row["relations"]
@@ -66,7 +71,12 @@ def table_graphs(table: DetectionTable, pairs_apart: bool = False) -> Iterator[d
 
 
 def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
-    """Return (C, C, P) float32 log(share + 1e-3); predicate 0 is counted by the candidate pairs + 1."""
+    """Return log(share + 1e-3), (C, C, P) float32, where share is the share of each of P predicates among the pairs of
+    two classes.
+
+    relations, candidates: see `count_predicates`. The count of predicate 0, no relation, is the number of candidate
+    pairs plus 1.
+    """
     counts = relations.copy()
     counts[:, :, 0] = candidates + 1
     shares = counts / counts.sum(2, keepdims=True)
@@ -74,17 +84,19 @@ def log_frequencies(relations: np.ndarray, candidates: np.ndarray) -> Tensor:
 
 
 def predicate_weights(relations: np.ndarray, power: float = 0.5) -> Tensor:
-    """Return (P,) float32 weights for the predicate loss that grow as predicates get rarer; background keeps weight 1.
+    """Return weights (P,) float32 of the P predicates for the predicate loss, larger for rarer predicates.
 
-    weight = (most frequent / count) ** power for predicates with at least one relation, scaled so that the weighted
-    number of relations stays the same; a predicate without relation keeps weight 1.
+    relations: (C, C, P), see `count_predicates`. A predicate has the weight (largest count / its count) ** power; these
+    weights are then scaled so that the weighted number of relations stays the same. Background and predicates without
+    relations keep weight 1.
     """
     return _scaled_weights(relations, lambda counts: (counts.max() / counts) ** power)
 
 
 def class_balanced_weights(relations: np.ndarray, beta: float) -> Tensor:
-    """Return (P,) float32 weights (1 - beta) / (1 - beta ** count), one by the effective number (Cui et al., CVPR 2019,
-    equation 3); background, unseen predicates and scale as in `predicate_weights`."""
+    """Return weights (P,) float32 of the P predicates, (1 - beta) / (1 - beta ** count), the inverse of the effective
+    number of relations (Cui et al., CVPR 2019, equation 3). Background, predicates without relations and the scale are
+    as in `predicate_weights`."""
     return _scaled_weights(relations, lambda counts: (1 - beta) / -np.expm1(counts * np.log(beta)))
 
 
@@ -101,8 +113,11 @@ def _scaled_weights(relations: np.ndarray, weight_of: Callable[[np.ndarray], np.
 
 
 def log_prior(relation_counts: Tensor) -> Tensor:
-    """Return (P,) float32 log of each predicate's share of the relations, 0 for background; an unseen one counts as
-    one."""
+    """Return the logarithm of the share of all relations that each of P predicates has, (P,) float32, and 0 for the
+    background. A predicate without relations counts as if it had one.
+
+    relation_counts: (C, C, P), see `count_predicates`.
+    """
     counts = relation_counts.sum((0, 1)).double().clamp(min=1)
     counts[0] = 0
     shares = counts[1:] / counts.sum()
@@ -110,10 +125,10 @@ def log_prior(relation_counts: Tensor) -> Tensor:
 
 
 class FrequencyBias(nn.Module):
-    """A trainable table of predicate logits by class of subject and object, started from `log_frequencies`."""
+    """A trainable table of predicate logits by class of subject and object, which starts as `log_frequencies`."""
 
     def __init__(self, log_frequency: Tensor):
-        """Build the table from `log_frequency` (C, C, P)."""
+        """Build the table from `log_frequency` (C, C, P), by class of subject, class of object and predicate."""
         super().__init__()
         self.num_classes, _, num_predicates = log_frequency.shape
         self.table = nn.Embedding.from_pretrained(
@@ -124,15 +139,18 @@ class FrequencyBias(nn.Module):
 
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
-        """Set the table to `log_frequency` (C, C, P)."""
+        """Set the table to `log_frequency` (C, C, P), by class of subject, class of object and predicate."""
         self.table.weight.copy_(log_frequency.flatten(0, 1))
 
     def forward(self, subjects: Tensor, objects: Tensor) -> Tensor:
-        """Look up labels (R,) of each side -> (R, P)."""
+        """Return the logits (R, P) of P predicates for R pairs from the class labels (R,) of their subjects and
+        objects."""
         return self.table(subjects * self.num_classes + objects)
 
     def expected(self, subjects: Tensor, objects: Tensor) -> Tensor:
-        """Average the table over class probabilities (R, C) of both sides -> (R, P)."""
+        """Return the expected predicate logits (R, P) of R pairs whose classes are known as probabilities only: the
+        table's logits of the P predicates, averaged over the probabilities (R, C) of the subjects and of the
+        objects."""
         parts = []
         chunks = zip(subjects.split(PAIRS_PER_CHUNK), objects.split(PAIRS_PER_CHUNK), strict=True)
         for of_subjects, of_objects in chunks:
@@ -142,8 +160,8 @@ class FrequencyBias(nn.Module):
 
 
 class FrequencyHead(nn.Module):
-    """The baseline: predicates from the counts alone; the detector's labels in sgcls and sgdet; without trained
-    parameters."""
+    """The baseline, which predicts predicates from the training counts alone and has no trained parameters. In sgcls
+    and sgdet it uses the labels that the detector predicts."""
 
     loss_names = ()
     reads_union = False

@@ -1,4 +1,4 @@
-"""Shared parts of scene graph detectors: names, training statistics, and the detector they are built on."""
+"""Shared parts of scene graph detectors: names, training statistics, and the detector that they are built on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from toolkit.models.weights.mapping import WeightTable, map_weights
 
 
 class GraphDetector(Detector):
-    """A detector with `self.detector` below whose detections carry a graph.
+    """The base of detectors whose detections have a scene graph. It is built on another detector, `self.detector`.
 
     Announced in addition to the attributes of `Detector`:
         mode: predcls, sgcls or sgdet. predicates, attributes: names, in the order of their labels.
-        counts_pairs_apart: the counts are those of all relations, not of those between boxes that share area.
+        counts_pairs_apart: the training counts include relations between boxes that do not share area.
     """
 
     mode = "sgdet"
@@ -48,11 +48,13 @@ class GraphDetector(Detector):
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """Take the counts of the training split.
+        """Store the counts of the training split in buffers, which are saved with the weights.
 
         Args:
-            relations, candidates: of `count_predicates`, (C, C, P) and (C, C) with background.
-            seen: (C - 1, C - 1, P - 1) bool, triplets of the training split, those between boxes apart included.
+            relations, candidates: results of `count_predicates`, (C, C, P) and (C, C), for C classes and P predicates
+                with background.
+            seen: (C - 1, C - 1, P - 1) bool, the triplets of the training split, including those between boxes that do
+                not overlap.
         """
         self.relation_counts.copy_(torch.from_numpy(relations))
         self.candidate_counts.copy_(torch.from_numpy(candidates))
@@ -66,10 +68,10 @@ class GraphDetector(Detector):
         zero_shot: str | Path | None = None,
         phrase_detection: bool = False,
     ) -> SceneGraphEvaluator:
-        """Build the evaluator of R@K and its family on a table.
+        """Build the evaluator of R@K and related metrics on a table.
 
-        protocol, phrase_detection: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see
-        `load_triplets`; None: those of the table that the training data did not have.
+        backend, protocol, phrase_detection: see `SceneGraphEvaluator`. zero_shot: file of triplets for zR@K, see
+        `load_triplets`; None: the triplets of the table that the training data did not have.
 
         Raises:
             BadInput: the table has other predicates or attributes than the detector (a table without attributes is
@@ -96,15 +98,17 @@ class GraphDetector(Detector):
         return None
 
     def decode_graph(self, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
-        """Return the outputs of `PixelsToGraph` in `toolkit.tools.export.relations`, with equally many rows for every
-        image, as exporters trace them. images, sizes: as in `forward`; pool:
-        `toolkit.tools.export.faster_rcnn.pool_where`.
+        """Return the outputs of `PixelsToGraph` in `toolkit.tools.export.relations`, with the same number of rows for
+        every image, as exporters need.
+
+        images, sizes: as in `forward`. top_k: number of relations of an image. pool: replacement of RoI pooling for
+        exporters, `toolkit.tools.export.faster_rcnn.pool_where`.
         """
         raise NotImplementedError
 
     def to_keep(self, prediction: Mapping) -> dict:
-        """Return a graph without the scores of all predicates of all pairs: for VG150's test images these are 530
-        MB."""
+        """Return the compact form of an image's graph that an evaluation keeps, without the scores of all predicates of
+        all pairs: for VG150's test images, these alone are 530 MB."""
         compact = compact_graph(prediction, RECALL_AT[-1])
         return {name: torch.as_tensor(value) for name, value in compact.items()}
 
@@ -118,7 +122,7 @@ class GraphDetector(Detector):
         return mapped
 
     def _build_on(self, below: nn.Module) -> None:
-        """Adopt the detector below, with its requirements on images."""
+        """Set `self.detector` to the detector `below`, and copy its requirements on images."""
         self.detector = below
         self.mean = below.mean
         self.std = below.std
@@ -126,13 +130,13 @@ class GraphDetector(Detector):
         self.fixed_size = below.fixed_size
 
     def _below_announces(self) -> None:
-        """Announce also the losses of the detector below if it is trained."""
+        """Add the losses of the detector below, which is trained too, to those that are announced."""
         self.loss_names += tuple(self.detector.loss_names)
         self.divided_by |= {name: denominator_of(self.detector, name) for name in self.detector.loss_names}
         self.default_weights = {**self.default_weights, **self.detector.default_weights}
 
     def resolved_options(self) -> dict:
-        """Return the settings; those that say which detector is below have the values in use."""
+        """Return the settings. Those that describe the detector below have the values in use."""
         inner = self.detector.resolved_options()
         about_starting = {option.name for option in fields(DetectorOptions)} - {"architecture"}
         return {
@@ -145,7 +149,8 @@ class GraphDetector(Detector):
 
 
 def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[str]) -> Detector:
-    """Build the detector that the settings name, by default a Faster R-CNN; `default`: its settings in that case."""
+    """Build the detector that the settings describe. default: settings of the detector if `options.detector_options` is
+    not set. Its architecture, if none is given, is faster_rcnn."""
     chosen = {"architecture": "faster_rcnn", **(options.detector_options or default)}
     chosen["pretrained_backbone"] = options.pretrained_backbone
     if options.backbone is not None:
@@ -155,7 +160,7 @@ def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[s
 
 @contextmanager
 def naming_its_options() -> Iterator[None]:
-    """Report errors of the detector below as errors of `model.detector_options`."""
+    """Return a context that turns each BadInput of the detector below into one that names `model.detector_options`."""
     try:
         yield
     except BadInput as error:
@@ -163,9 +168,9 @@ def naming_its_options() -> Iterator[None]:
 
 
 def check_joined(table: DetectionTable, setting: str) -> None:
-    """Raise BadInput if a table joins data sets whose relations are left out, as their predicates differ.
+    """Raise BadInput if `table` joins several data sets with different predicates, in which case it has no relations.
 
-    setting: that names these data, for the message.
+    setting: name of the setting that chose these data sets, for the message.
     """
     if len(table.sets) > 1 and not table.predicates:
         raise BadInput(

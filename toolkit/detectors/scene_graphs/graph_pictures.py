@@ -1,4 +1,5 @@
-"""Pictures of scene graphs: arrows between boxes, the annotated graph beside the predicted one; and JSON."""
+"""Pictures of scene graphs, with arrows between boxes and the annotated graph beside the predicted one, and the graphs
+as JSON."""
 
 import json
 import math
@@ -39,8 +40,8 @@ CIRCLE_RADIUS_SHARE = 0.36  # of the circle of nodes, as a share of the panel's 
 
 
 def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
-    """Write JSON {image id: {"detections", "relations"}}, as predict.py does, of the images that `draw_graphs`
-    draws."""
+    """Write the predicted graphs of the images that `draw_graphs` draws as JSON, {image id: {"detections",
+    "relations"}}, in the form that predict.py writes. The folder of `path` is created. Return the path."""
     graphs = {}
     for row in map(table.row, choose_images(table, count)):
         graph = best_first(predictions[row["image_id"]])
@@ -55,12 +56,13 @@ def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
 
 
 def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
-    """Draw one PNG with `count` images of a table, the same every time, with the annotated graph left, the predicted
-    right.
+    """Draw one PNG with `count` images of a table, always the same ones, with the annotated graph on the left and the
+    predicted one on the right.
 
-    As many of the best triplets are drawn as relations are annotated (5 to 12), right ones green; below each picture
-    they are listed as text, with how many there are if not all are drawn. A triplet is right when classes and predicate
-    are those of an annotated relation and both boxes overlap its boxes by half.
+    As many triplets are drawn as there are annotated relations (at least 5, at most 12); the best are drawn, correct
+    ones in green. A text below each picture lists these triplets, and their total number if not all are drawn. A
+    triplet is correct if its classes and predicate are those of an annotated relation and both boxes overlap the
+    annotated boxes with an IoU of at least 0.5.
 
     Args:
         predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them, with `predicates` and `triplet_scores`.
@@ -75,8 +77,13 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
-    """Return (T,) bool of rows subject, object, predicate of predicted boxes (M, 4) and labels (M,); see
-    `draw_graphs`."""
+    """Return (T,) bool, whether each of T predicted triplets is correct in the sense of `draw_graphs`.
+
+    Args:
+        triplets: (T, 3) subject, object, predicate; subject and object are rows of `boxes`.
+        boxes, labels: (M, 4) and (M,) of the M predicted objects.
+        truth: the annotated graph, see `true_graph`.
+    """
     ends = truth["relations"][:, :2]
     predicates = truth["relations"][:, 2]
     common, union = common_and_union(boxes[:, None], truth["boxes"][None])
@@ -89,7 +96,7 @@ def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray
 
 
 def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
-    """Draw the annotated graph of a row of the table left, the predicted one right; see `draw_graphs`."""
+    """Draw the annotated graph of a table row on the left and the predicted one on the right; see `draw_graphs`."""
     truth = true_graph(row)
     picture = fitted(picture_of(table.decode_image(row)), PANEL_SIDE_PX)
     scale = PANEL_SIDE_PX / max(row["width"], row["height"])
@@ -186,11 +193,12 @@ def draw_found(
     relations: int = 20,
     relation_score: float = 0.0,
 ) -> Path:
-    """Write a JPEG or PNG of an image uint8 (3, H, W), by the suffix of `path`; its folder is created.
+    """Write a picture of an image, uint8 (3, H, W), with its detections, as JPEG or PNG according to the suffix of
+    `path`. The folder is created.
 
-    A scene graph is drawn as the image with boxes and an arrow for each of its best relations, at most that many and
-    with that score or more. The graph of these relations is on its right, and below how many there are if not all are
-    drawn.
+    For a scene graph, the image shows boxes and an arrow for each of its best relations: at most `relations` of them,
+    with a score of at least `relation_score`. These relations are also drawn as a graph on the right; a text below it
+    says how many relations there are if not all are drawn.
     """
     if "pairs" not in graph:
         return draw_detections(image, graph, class_names, path)
@@ -231,8 +239,11 @@ def draw_found(
 
 
 def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> str:
-    """Return the text below a graph with `drawn` of `count` relations, at most `most` of score `least_score` or
-    more."""
+    """Return the text below a graph in which `drawn` of `count` relations are drawn; "" if all are.
+
+    most, least_score: the largest number and the smallest score of relations to be drawn, which explain why the other
+    relations are not drawn.
+    """
     if drawn == count:
         return "" if count else "no relations"
     of_score = f": no other has a score of {least_score:g} or more" if drawn < most else ""
@@ -307,9 +318,11 @@ def draw_arrow(
     words: str = "",
     gap: float = 0.0,
 ) -> None:
-    """Draw an arrow from start to `gap` pixels before end, with words on it in letters of `size` pixels.
+    """Draw an arrow from `start` to a point `gap` pixels before `end`, both x and y in pixels, with the text `words` on
+    it.
 
-    It is moved to its right, so that the arrow of the way back is visible too.
+    size: size of the letters in pixels; the head of the arrow is scaled with it. The arrow is moved to its right, so
+    that an arrow in the opposite direction is visible too.
     """
     start_x, start_y = start
     end_x, end_y = end

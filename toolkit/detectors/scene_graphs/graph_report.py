@@ -17,13 +17,17 @@ from toolkit.detectors.scene_graphs.triplet_matches import array_iou_plus_one, b
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The scene graph section of a report.
+    """The scene graph section of a report, for P predicates and I images.
 
-    mode: predcls, sgcls or sgdet. row: `R@20`, ..., `A@100`, as in a row of metrics.
-    frequency, recall: (P,) annotated relations of each predicate and the share found among the 100 best (mR@100's).
-    confusions: (P, P + 1) annotated predicate by the best one of the pair; the last column: no such pair was found.
-    images: (I,) share of each image's relations among its 100 best, NaN without any. whole: share of the images with
-    relations of which all were found ("graph accuracy" over images; A@K is the field's, over relations).
+    mode: predcls, sgcls or sgdet.
+    row: the metrics `R@20`, ..., `A@100`.
+    frequency, recall: (P,) number of annotated relations of each predicate, and the share of them found among the 100
+    best (as in mR@100).
+    confusions: (P, P + 1) number of annotated relations by their predicate and by the best predicate predicted for the
+    pair; the last column counts relations whose pair was not found.
+    images: (I,) share of each image's relations among its 100 best, NaN for images without relations.
+    whole: share of the images with relations in which all relations were found ("graph accuracy" over images; the A@K
+    of the field is over relations).
     """
 
     mode: str
@@ -50,20 +54,25 @@ class GraphReport:
         }
 
     def section(self, judged: Any, pictures: Any, page: ModuleType) -> str:
-        """Write HTML: recall, predicates that are taken for others, and the worst images.
+        """Return the section as HTML: recall, predicates that are confused with others, and the images with the lowest
+        recall.
 
-        judged: the `Judgement` that this belongs to. pictures: makes the pictures of the page. page: the module
-        with the parts of a page, `toolkit.tools.report.page`, which a detector does not import.
+        Args:
+            judged: the `Judgement` that this section is part of.
+            pictures: object that makes the pictures of the page.
+            page: the module with the parts of a page, `toolkit.tools.report.page`, which a detector does not import.
         """
         return _numbers(self, judged.table.predicates, page) + _pictures(judged, pictures)
 
 
 def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphReport | None:
-    """Judge the scene graphs among the predictions; None if an image has no graph.
+    """Return a `GraphReport` on the scene graphs of predictions; None if an image has no graph.
 
-    predictions: as `SceneGraphEvaluator.evaluate` takes them; columns have no relations.
-    about: `mode` and `protocol` if known, and `scores`, from which zR@K comes (the triplets seen in training are not
-        known here).
+    Args:
+        predictions: as `SceneGraphEvaluator.evaluate` takes them; `Boxes` have no graphs.
+        table: the `DetectionTable` with the annotations.
+        about: `mode` and `protocol` of the run, if known, and `scores`, its metrics, from which zR@K is taken because
+            the triplets seen in training are not known here.
     """
     ids = table.image_ids().tolist()
     if isinstance(predictions, Boxes) or not all("pairs" in predictions[i] for i in ids):

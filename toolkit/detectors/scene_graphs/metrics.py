@@ -1,8 +1,8 @@
-"""Scene graph metrics: R@K, ng-R@K, zR@K, ng-zR@K, mR@K, ng-mR@K, A@K, over all images at once.
+"""Scene graph metrics: R@K, ng-R@K, zR@K, ng-zR@K, mR@K, ng-mR@K, A@K, computed for all images at once.
 
-Definitions follow Scene-Graph-Benchmark (`sgg_eval.py`), which goes back to Neural Motifs (Zellers et al., 2018),
-VCTree for mR (Tang et al., 2019) and Zhang et al., 2019 for A; R@relative and mR@relative follow SGG-Benchmark.
-Classes and predicates are counted from 0, without background.
+Definitions follow Scene-Graph-Benchmark (`sgg_eval.py`), which is based on Neural Motifs (Zellers et al., 2018), VCTree
+for mR (Tang et al., 2019) and Zhang et al., 2019 for A; R@relative and mR@relative follow SGG-Benchmark. Classes and
+predicates are counted from 0, without background.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,19 @@ PROTOCOLS = ("original", "strict")
 
 @dataclass(frozen=True)
 class SceneGraphMetrics:
-    """Results of `evaluate_scene_graphs`; K is the length of `top`.
+    """Results of `evaluate_scene_graphs`. In shapes, T is the length of `top`, the values of K.
 
-    values: (K,) float64 for each of R, ngR, zR, ngzR, mR, ngmR, F1 (harmonic mean of R and mR) and, when the boxes
-        are given (predcls, sgcls), A. NaN where nothing was evaluated.
-    per_image: (K, images) for R, ngR (columns `evaluated_images`) and zR, ngzR (columns `zero_shot_images`).
-    per_predicate: (K, num_predicates) for mR and ngmR.
-    relative: of R and mR, with K the number of the image's own annotated relations.
-    images_per_predicate: (num_predicates,) evaluated images that contain the predicate.
-    accuracy_hits, accuracy_counts: (K, images) the numbers behind A; empty in sgdet.
-    matches, unconstrained_matches: (M, 3) int64 rows image, rank of the prediction, index of the relation it finds.
+    values: (T,) float64 for each of R, ngR, zR, ngzR, mR, ngmR, F1 (harmonic mean of R and mR) and, when the boxes are
+    given (predcls, sgcls), A. NaN where nothing was evaluated.
+    per_image: (T, images) for R, ngR (columns `evaluated_images`) and zR, ngzR (columns `zero_shot_images`).
+    per_predicate: (T, num_predicates) for mR and ngmR.
+    relative: R and mR with a K for each image, the number of its annotated relations.
+    images_per_predicate: (num_predicates,) number of evaluated images that contain the predicate.
+    evaluated_images, zero_shot_images: indices of the images that are counted in R, and in zR.
+    accuracy_hits, accuracy_counts: (T, images) correct relations and all relations, the numbers behind A; empty in
+    sgdet.
+    matches, unconstrained_matches: (M, 3) int64 rows of image, rank of the prediction, and index of the relation that
+    the prediction finds.
     """
 
     top: tuple[int, ...]
@@ -44,7 +47,10 @@ class SceneGraphMetrics:
     accuracy_counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
 
     def as_row(self, predicate_names: Sequence[str] = ()) -> dict[str, float | None]:
-        """Return {"R@20": ..., "mR@50": ..., "mR@100/on": ...}; None if a metric is undefined (JSON has no NaN)."""
+        """Return {"R@20": ..., "mR@50": ..., "R@relative": ...}; None if a metric is undefined (JSON has no NaN).
+
+        predicate_names: if given, add "mR@100/<name>" for each predicate, at the largest K.
+        """
         row = {}
         for name, values in self.values.items():
             for k, value in zip(self.top, values, strict=True):
@@ -72,19 +78,24 @@ def evaluate_scene_graphs(
 
     Args:
         truths: per image `boxes` (N, 4) xyxy pixels, `labels` (N,), `relations` (R, 3) subject, object, predicate.
-        predictions: per image, in the pixels of the truth: `boxes` (M, 4), `labels` (M,), `scores` (M,), `pairs`
-            (P, 2) rows of `boxes`, best first (the order is trusted), `predicate_scores` (P, num_predicates)
-            without background, or the result of `compact_graph`. In predcls boxes, labels and scores are taken
-            from the truth.
+        predictions: per image, in the same pixels: M objects, `boxes` (M, 4), `labels` (M,), `scores` (M,), and P
+            pairs, `pairs` (P, 2) rows of `boxes`, best first (the order is not checked), and `predicate_scores` (P,
+            num_predicates) without background, or instead the result of `compact_graph`. In predcls, boxes, labels and
+            scores come from the truth.
         mode: predcls, sgcls, sgdet, or phrdet (sgdet with the IoU of the union boxes).
-        zero_shot: (Z, 3) subject class, object class, predicate never seen in training.
-        protocol: "original" leaves images without a predicted pair out of every mean and lets a predicate that the
-            truth lacks count 0 in mR, as published numbers do. "strict" counts such images as recall 0, leaves such
-            predicates out, and lets one box alone stand for an object (`boxes_of_objects`; not in phrdet): several
-            boxes for one would each bring another predicate of the same pair into R@K (Lorenz et al., ECCV 2024).
+        zero_shot: (Z, 3) subject class, object class and predicate of the Z triplets never seen in training; None: zR
+            is NaN.
+        iou_threshold: smallest IoU of a match, with 1 added to widths and heights, as usual in the field.
+        top: the values of K.
+        protocol: "original", as for published numbers, leaves images without a predicted pair out of every mean, and a
+            predicate that is never annotated counts 0 in mR. "strict" counts such images as recall 0, leaves such
+            predicates out, and matches each object with one box alone (`boxes_of_objects`; not in phrdet). Otherwise
+            several boxes of one object could each bring another predicate of the same pair into R@K (Lorenz et al.,
+            ECCV 2024).
 
-    Images without annotated relation are left out in both. Boxes match at IoU >= iou_threshold, with the "+1 pixel"
-    widths of the field. One prediction may find several relations, a repeated relation counts repeatedly.
+    Images without annotated relations are left out in both protocols. One prediction may find several relations, and a
+    repeated relation counts repeatedly.
+
     Raises BadInput for an unknown mode or protocol and for predictions that do not fit their image.
     """
     _check_graphs(truths, predictions, mode, protocol, num_predicates)

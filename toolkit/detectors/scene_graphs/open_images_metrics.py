@@ -1,7 +1,7 @@
 """Metrics of relations on Open Images: AP weighted by how often a predicate occurs.
 
-Zhang et al., "Graphical Contrastive Losses for Scene Graph Parsing", CVPR 2019; `eval_rel_results` and `ap_eval` of
-their program, which PySGG and others took over. Tests hold ours to it.
+Source: Zhang et al., "Graphical Contrastive Losses for Scene Graph Parsing", CVPR 2019; `eval_rel_results` and
+`ap_eval` of their program, which PySGG and others have adopted. Tests compare the results with that program's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,14 +44,15 @@ def open_images_metrics(
     predictions: Sequence[Mapping],
     num_predicates: int,
 ) -> dict[str, float | None]:
-    """Return `wmAP_rel` (both boxes overlap), `wmAP_phr` (the union boxes overlap), `micro_R@50`, and `score_wtd`,
-    their sum with weights 0.4, 0.4 and 0.2; None without annotated relations.
+    """Return `wmAP_rel` (both boxes must overlap), `wmAP_phr` (the union boxes must overlap), `micro_R@50`, and
+    `score_wtd`, their sum with weights 0.4, 0.4 and 0.2. All are None if no relations are annotated.
 
-    Arguments as in `evaluate_scene_graphs`, in sgdet. The two best predicates of each pair count, and of these the 100
-    best of an image by subject score x object score x predicate score. By falling score, a prediction finds the
-    relation of its classes and predicate that it overlaps most, by more than half; a relation already found counts as a
-    miss. AP is the area below the envelope of precision, weighted by how often a predicate is annotated. micro_R@50 is
-    the share of all relations that the 50 best of their images overlap by half or more.
+    The arguments are those of `evaluate_scene_graphs` in sgdet. The two best predicates of each pair count, and of
+    these combinations the 100 best of an image by subject score x object score x predicate score. In the order of their
+    scores, each prediction finds the relation with its classes and predicate that it overlaps most, with an IoU above
+    0.5; a prediction whose relation has already been found is a false positive. AP is the area below the envelope of
+    precision, weighted by how often a predicate is annotated. micro_R@50 is the share of all relations that one of the
+    50 best predictions of their image overlaps with an IoU of at least 0.5.
     """
     relations = [np.asarray(truth["relations"], np.int64).reshape(-1, 3) for truth in truths]
     if not sum(map(len, relations)):

@@ -135,8 +135,8 @@ GraphOptions = SceneGraphOptions | EgtrOptions
 
 
 def without_detector(options: GraphOptions, data_path: str | None) -> str:
-    """Return a sentence with the two commands that train a model to detect objects on these data; "" for a model with a
-    trained detector, and if `data_path` is None, as for the bundled data."""
+    """Return a sentence with the two commands that train a model to detect objects on these data. It is "" for a model
+    with a trained detector, and if `data_path` is None, as for the bundled data."""
     if options.detector or options.pretrained or not data_path:
         return ""
     lacks = "begins with a detector of random weights"

@@ -1,5 +1,5 @@
-"""The objects and pairs that a relation head classifies: annotated ones, or detections; in training a sample of the
-pairs. All randomness comes from the given generator (None: torch's default)."""
+"""The objects and pairs that a relation head classifies: annotated objects or detections, and in training a sample of
+their pairs. All random draws use the generators given (None: torch's default)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from toolkit.step.freezing import eval_mode
 
 @dataclass
 class SampledPairs:
-    """The sampled pairs of one image.
+    """The sampled pairs of one image with n objects.
 
-    pairs: (S, 2) int64 subject, object rows of this image, foreground first. labels: (S,) predicates, 0 = none.
-    related: (n, n) bool, symmetric: is there a relation between the two, in either direction?
+    pairs: (S, 2) int64, rows of subject and object in this image; pairs with a relation come first. labels: (S,)
+    predicates, 0 for no relation. related: (n, n) bool, symmetric, True if there is a relation between the two objects
+    in either direction.
     """
 
     pairs: Tensor
@@ -28,8 +29,9 @@ class SampledPairs:
 
 
 def annotated_graph(target: Mapping) -> dict[str, Tensor]:
-    """Return `boxes (N, 4)`, `labels (N,)` and `relations (R, 3)` of a target, without crowd regions; all from 0. A
-    target with `attributes (N, A)` adds these too, from 1."""
+    """Return `boxes (N, 4)`, `labels (N,)` and R `relations (R, 3)` of a target, without crowd regions; labels, objects
+    and predicates are counted from 0. For a target with attributes, also `attributes (N, A)`, at most A per object,
+    counted from 1."""
     keep = target["iscrowd"] == 0
     relations = target["relations"]
     relations = relations[keep[relations[:, :2]].all(1)]
@@ -47,9 +49,14 @@ def given_objects(
     truths: Sequence[Mapping],
     truths_on_host: Sequence[Mapping],
 ) -> dict:
-    """Return fields of a RelationBatch for annotated boxes; in sgcls also the detector's class logits.
+    """Return the fields of a `RelationBatch` that annotated boxes determine; in sgcls also the detector's class logits
+    for these boxes.
 
-    truths: annotated graphs on the device. truths_on_host: the same on the host.
+    Args:
+        model: the `SceneGraph`.
+        maps, images_hw: results of the detector's `features`.
+        truths: the annotated graphs, see `annotated_graph`, on the device.
+        truths_on_host: the same on the host.
     """
     boxes = [graph["boxes"] for graph in truths]
     boxes_on_host = [graph["boxes"] for graph in truths_on_host]
@@ -100,13 +107,18 @@ def detected_objects(
     annotated_on_host: Sequence[Mapping] | None,
     outputs: Mapping | None = None,
 ) -> tuple[dict, list[Tensor], dict]:
-    """Return fields of a RelationBatch for detected objects, their boxes on the host, and the labels (and attributes)
-    of the annotated objects that they overlap, on the host too.
-
-    The last two need truths, see `given_objects`. outputs: the detector's outputs for the maps in evaluation, if known.
+    """Return the fields of a `RelationBatch` that detected objects determine, the boxes of these objects on the host,
+    and, on the host too, the labels (and attributes) of the annotated objects that they overlap.
 
     In training the annotated boxes are proposals too, unless the settings say otherwise: a weak detector finds few of
     the objects that have relations.
+
+    Args:
+        model: the `SceneGraph`.
+        maps, images_hw: results of the detector's `features`.
+        truths: the annotated graphs on the device; needed in training only.
+        annotated_on_host: the annotated graphs on the host; None: the last result is empty.
+        outputs: the detector's outputs for these maps in evaluation, if they are already computed.
     """
     annotated = None
     if model.training and model.add_annotated_boxes:
@@ -149,8 +161,11 @@ def _overlapped(boxes: Sequence[Tensor], truths: Sequence[Mapping], match_iou: f
 
 
 def match_labels(boxes_xyxy: Tensor, truth: Mapping, match_iou: float) -> tuple[Tensor, Tensor]:
-    """Return the (K,) row of the annotated object that each detection overlaps most (-1: none by `match_iou`), and its
-    label from 1."""
+    """Return, for each of K detections, the row of the annotated object that it overlaps most (-1 if the IoU is below
+    `match_iou`), and the label of this object from 1 (0 for none), both (K,).
+
+    boxes_xyxy: (K, 4). truth: see `annotated_graph`.
+    """
     count = len(boxes_xyxy)
     if not len(truth["boxes"]) or not count:
         no_rows = boxes_xyxy.new_full((count,), -1, dtype=torch.int64)
@@ -170,11 +185,16 @@ def sampled_pairs(
     labels: Tensor | None = None,
     draws: Sequence[Generator | None] = (),
 ) -> dict:
-    """Return `pairs`, `num_pairs`, `relation_labels`, `related` of a RelationBatch: a sample in training, else all
-    pairs.
+    """Return the fields `pairs`, `num_pairs`, `relation_labels` and `related` of a `RelationBatch`: a sample of the
+    pairs in training, all pairs in evaluation. All arguments are on the host, so that nothing waits for the device.
 
-    boxes: (N_i, 4) of each image. labels: (N,) from 1 of the boxes that the detector found, in training. These and
-    the truths are on the host, which decides without waiting. draws: generator of each image; None: torch's own.
+    Args:
+        model: the `SceneGraph`, whose settings are used.
+        boxes: (N_i, 4) of each image i.
+        truths: annotated graph of each image; None: not known, in evaluation only.
+        labels: (N,) from 1, of the annotated objects that detections overlap, see `detected_objects`; needed for
+            detected boxes in training.
+        draws: a random generator for each image; None: torch's own.
     """
     counts = [len(b) for b in boxes]
     if not model.training:
@@ -251,8 +271,8 @@ def _matrix(truth: Mapping, draw: Generator | None) -> Tensor:
 
 
 def count_sampled_pairs(model: nn.Module, targets: Sequence[Mapping]) -> dict[str, float]:
-    """Count the pairs, objects (those with attributes, too) and images with objects that `sampled_pairs` will give for
-    annotated boxes."""
+    """Return how many pairs, objects, objects with attributes and images with objects `sampled_pairs` will give for
+    these targets if boxes are given."""
     pairs = objects = images = named = 0
     for truth in map(annotated_graph, targets):
         count = len(truth["boxes"])
@@ -284,11 +304,13 @@ def relation_matrix(
     one_of_each: bool = True,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Convert (R, 3) subject, object, predicate from 1 -> (n, n) int64 with one predicate per ordered pair, 0 = none.
+    """Convert R relations (R, 3), subject, object and predicate from 1, to a matrix (n, n) int64 of n objects with one
+    predicate for each ordered pair, and 0 for pairs without a relation.
 
-    A pair that is annotated more than once gets one of its predicates by chance, differently every time. one_of_each:
-    drawn uniformly from the list, so that repeated ones weigh more; otherwise each further one takes over with
-    probability 1/2 (like the original when it does not filter duplicates).
+    For a pair that is annotated more than once, one of its predicates is drawn at random in every call. With
+    `one_of_each` it is drawn uniformly from the list, so that repeated predicates are more probable. Otherwise each
+    predicate of the list replaces the one before with probability 1/2 (as in the original when it does not filter
+    duplicates).
     """
     device = relations.device
     count = len(relations)
@@ -323,8 +345,9 @@ def sample_given_boxes(
 ) -> SampledPairs:
     """Sample pairs of one image whose boxes are given (predcls, sgcls).
 
-    relations: (n, n) of `relation_matrix`. At most batch_size * positive_fraction related pairs, filled up to
-    batch_size with pairs of two different objects without a relation. A self relation is sampled like any other.
+    relations: (n, n), see `relation_matrix`. The sample has at most batch_size * positive_fraction related pairs, and
+    is filled up to batch_size with pairs of two different objects without a relation. A relation of an object with
+    itself is sampled like any other.
     """
     foreground = relations.nonzero()
     free = relations == 0
@@ -349,13 +372,20 @@ def sample_detected_boxes(
     positive_fraction: float = 0.25,
     generator: Generator | None = None,
 ) -> SampledPairs:
-    """Sample pairs of the n proposals of one image with m annotated objects (sgdet).
+    """Sample pairs of the n detections of one image with m annotated objects (sgdet).
 
-    boxes_xyxy (n, 4), labels (n,) of the proposals, 0 = no object; relations: (m, m) of `relation_matrix`. A proposal
-    stands for an annotated object of the same label and IoU > fg_iou (+1 widths). Of the proposal pairs that stand
-    for one relation at most `per_relation` are drawn, weighted by IoU_subject x IoU_object; one pair may carry
-    several labels. Background pairs are two proposals with a label that stand for no relation and, if
-    `require_overlap`, have 0 < IoU < 1. No pair at all gives one row 0, 0 without relation if there is a proposal.
+    A detection stands for an annotated object if it has the same label and an IoU above `fg_iou` (1 is added to widths
+    and heights). Of the pairs of detections that stand for one relation, at most `per_relation` are drawn, with weights
+    IoU_subject x IoU_object; one pair may have several labels. Background pairs are two detections with a label that
+    stand for no relation and, if `require_overlap`, have 0 < IoU < 1. If this gives no pairs at all, the result is the
+    one row 0, 0 without relation, provided that there is a detection.
+
+    Args:
+        boxes_xyxy, labels: (n, 4) and (n,) of the detections; label 0 means that a detection overlaps no object.
+        true_boxes_xyxy, true_labels: (m, 4) and (m,) of the annotated objects, labels from 1.
+        relations: (m, m), see `relation_matrix`.
+        batch_size: largest number of pairs.
+        positive_fraction: largest share of related pairs among them.
     """
     ious = iou_plus_one(true_boxes_xyxy[:, None], boxes_xyxy[None])  # (m, n)
     match = (true_labels[:, None] == labels[None]) & (ious > fg_iou)
@@ -382,8 +412,8 @@ def sample_detected_boxes(
 
 
 def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) -> dict[str, Tensor | list[int]]:
-    """Join the fields `pairs`, `num_pairs`, `relation_labels` and `related` of a RelationBatch from those of its
-    images."""
+    """Join the samples of several images, of which each has `num_objects` objects, to the fields `pairs`, `num_pairs`,
+    `relation_labels` and `related` of a `RelationBatch`."""
     width = max(num_objects, default=0)
     start = 0  # of an image's objects among all
     pairs = []
@@ -401,8 +431,9 @@ def join_samples(samples: Sequence[SampledPairs], num_objects: Sequence[int]) ->
 
 
 def pairs_to_ask(boxes_xyxy: Tensor, require_overlap: bool = False) -> Tensor:
-    """Return (K, 2) every ordered pair of one image's objects, only overlapping ones (+1 widths) if `require_overlap`;
-    [[0, 0]] if none is left and there is at least one object."""
+    """Return the K ordered pairs (K, 2) of different objects of one image: all of them, or, if `require_overlap`,
+    those whose boxes overlap (1 is added to widths and heights). An image with objects but without such pairs gives
+    [[0, 0]]."""
     count = len(boxes_xyxy)
     allowed = ~torch.eye(count, dtype=torch.bool, device=boxes_xyxy.device)
     if require_overlap:

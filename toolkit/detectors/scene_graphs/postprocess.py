@@ -1,4 +1,4 @@
-"""Conversion of a relation head's logits to ranked triplets."""
+"""Conversion of the logits of a relation head to ranked triplets."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -17,12 +17,18 @@ PAIRS_PER_CHUNK = 2**23  # boxes compared with boxes, of all classes: 32 MB of f
 
 @torch.no_grad()
 def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | int, threshold: float) -> Tensor:
-    """Return (N,) int64 labels, chosen greedily so that overlapping objects of an image get different ones.
+    """Return labels (N,) int64 of detected objects, chosen greedily so that overlapping objects of an image get
+    different labels.
 
-    boxes_per_class: (N, C, 4), logits: (N, C); num_objects: of each image, or of all images alike. Repeatedly, the
-    image's largest (object, class) probability gives its object that label; the class is then removed from the objects
-    whose box for it has IoU >= threshold (+1 widths). An object that lost all classes gets label 0. All images
-    advance together, one object each per step.
+    In each step, the largest (object, class) probability of an image gives this object this label. The class is then
+    excluded for the objects of the image whose box for this class has an IoU of at least `threshold` with the object's
+    (1 is added to widths and heights). An object for which all classes are excluded gets label 0. All images are
+    processed together, one object each per step.
+
+    Args:
+        boxes_per_class: (N, C, 4).
+        logits: (N, C), background first.
+        num_objects: number of objects of each image, or one number for all images.
     """
     alike = isinstance(num_objects, int)
     most = num_objects if alike else max(num_objects, default=0)
@@ -65,7 +71,8 @@ def late_nms(boxes_per_class: Tensor, logits: Tensor, num_objects: list[int] | i
 
 
 def late_labels(batch: RelationBatch, logits: Tensor, threshold: float) -> Tensor:
-    """Return `late_nms` of the batch; labels that a head has already computed are reused for the graph."""
+    """Return `late_nms` of the objects in the batch. The result is kept in `batch.late`, so that labels that a head has
+    already computed from the same logits are not computed again."""
     if batch.late is None or batch.late[0] is not logits or batch.late[1] != threshold:
         labels = late_nms(batch.boxes_per_class, logits, batch.num_objects, threshold)
         batch.late = logits, threshold, labels
@@ -105,15 +112,17 @@ def rank_triplets(
     given_boxes: bool,
     nms_threshold: float = 0.5,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return columns of all objects and of all triplets, image after image, those of an image best first.
+    """Return the columns of all objects and the columns of all triplets, image after image, the triplets of an image
+    best first.
 
-    Labels: for given boxes the best class above background, for detected ones `late_nms`, unless the head's stay; the
-    score is its softmax value. Triplets are ranked by predicate probability x both scores (equal ones stay in the order
-    of the pairs).
+    The label of an object is the best class other than background for given boxes; for detected ones it is from
+    `late_nms`, or the head's if `output.labels_stay`. Its score is the softmax value of the label. Triplets are ranked
+    by predicate probability x both scores; equal ones are in the order of the pairs.
 
-    Returns `boxes` (N, 4), `labels` (N,) from 0 (-1: lost every class), `scores` (N,); and `pairs` (R, 2) rows of
-    `boxes`, `predicate_scores` (R, P - 1) without "no relation" and not renormalised, `predicates` (R,) from 0,
-    `triplet_scores` (R,), and `annotated` (R,) bool if boxes are given and the batch has the annotation.
+    Returns `boxes` (N, 4), `labels` (N,) from 0 (-1 if all classes were excluded) and `scores` (N,) of N objects; and
+    of R pairs `pairs` (R, 2) rows of `boxes`, `predicate_scores` (R, P - 1) of the P predicates without "no relation",
+    not renormalised, `predicates` (R,) from 0, `triplet_scores` (R,), and `annotated` (R,) bool if boxes are given and
+    the batch has the annotation.
     """
     probability = output.object_logits.float().softmax(1)
     probability[:, 0] = 0.0
@@ -152,11 +161,16 @@ def shortlist(
     top_k: int,
     num_annotated: Sequence[int],
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """Return the `top_k` best triplets of each image, of the `num_pairs` that `rank_triplets` gives, then its annotated
-    ones.
+    """Return the columns of the `top_k` best triplets of each image, followed by those of its annotated triplets, and
+    the number of rows of each image.
 
-    The number of annotated ones is known only on the device: `keep (r,)` says which rows count, see `graphs_on_host`.
-    num_annotated: at most, of each image. Returns the columns, and how many of their rows each image has.
+    The number of annotated triplets is known only on the device, so rows are reserved for `num_annotated` of each
+    image, and the column `keep (r,)` is False for rows that are not needed; see `graphs_on_host`.
+
+    Args:
+        triplets: columns, see `rank_triplets`.
+        num_pairs: number of rows of each image in these columns.
+        num_annotated: largest number of annotated triplets of each image.
     """
     counts = [min(top_k + more, pairs) for pairs, more in zip(num_pairs, num_annotated, strict=True)]
     starts = accumulate([0, *num_pairs])
@@ -184,8 +198,8 @@ def graphs_on_host(
     num_objects: Sequence[int],
     num_triplets: Sequence[int],
 ) -> list[dict[str, Tensor]]:
-    """Return the graph of each image on the CPU with one wait: its rows of the columns of `rank_triplets`, without
-    triplets that are not to be kept; `pairs` are rows of the image's own objects."""
+    """Return a graph on the CPU for each image, from the columns of `rank_triplets` or `shortlist`, with one wait for
+    the device. Triplets whose `keep` is False are left out; `pairs` become rows of the image's own objects."""
     on_host = to_host([*objects.values(), *triplets.values()])
     columns = dict(zip([*objects, *triplets], on_host, strict=True))
     by_image = {}
@@ -205,7 +219,8 @@ def graphs_on_host(
 
 
 def strong_only(graph: dict[str, Tensor], score_threshold: float) -> dict[str, Tensor]:
-    """Return a graph on the host without objects of scores at or below a threshold above 0, and without their pairs."""
+    """Return a graph without the objects whose score is at or below the threshold, and without their pairs. A threshold
+    of 0 or less keeps the graph unchanged."""
     if score_threshold <= 0:
         return graph
     strong = graph["scores"] > score_threshold

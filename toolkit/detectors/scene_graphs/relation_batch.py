@@ -1,6 +1,9 @@
-"""Inputs, outputs and losses of a relation head. Class 0 is background and predicate 0 "no relation" everywhere in this
-package; tables and evaluation count both from 0 without them. Losses are (B,) sums and (B,) denominators per image, so
-that accumulation and ranks are exact."""
+"""Inputs, outputs and losses of a relation head.
+
+In this package, class 0 is the background and predicate 0 "no relation"; tables and evaluation have neither, and count
+both from 0. Losses are returned as sums and denominators of each image, both (B,), so that accumulation over
+micro-batches and processes is exact.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,20 +21,21 @@ GRAPH_MODES = ("predcls", "sgcls", "sgdet")  # boxes and labels given; boxes giv
 class RelationBatch:
     """The objects and candidate pairs of B images, concatenated: N objects, R pairs, C classes, P predicates.
 
-    boxes_xyxy: (N, 4) float32 pixels. sizes_hw: (B, 2). num_objects, num_pairs: per image, on the host.
+    boxes_xyxy: (N, 4) float32 pixels. sizes_hw: (B, 2) height and width. num_objects, num_pairs: of each image, on the
+    host.
     pairs: (R, 2) int64 subject and object, rows of the concatenated objects.
-    labels: (N,) int64 from 1, known in predcls and in training (0: a proposal without an object).
-    found_labels: (N,) int64 from 1, those that the detector gave, in sgdet.
-    logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class,
-        for sgdet in evaluation.
-    roi_features: (N, D). union_features: (R, U) of the union boxes. spatial_features: (R, U) of the positions of the
-        two boxes, if these are kept apart from the content of their union.
-    relation_labels: (R,) predicates, in training. related: (N, N_max) bool, is there a relation to or from the i-th
-        object of the same image; in training, for VCTree and SQUAT.
-    attributes: (N, A) ids from 1, 0 after the last, known if labels are; None: the data have none.
+    labels: (N,) int64 from 1, known in predcls and in training (0: a proposal that overlaps no annotated object).
+    found_labels: (N,) int64 from 1, the labels predicted by the detector, in sgdet.
+    logits: (N, C) of the detector, for sgcls and sgdet. boxes_per_class: (N, C, 4) boxes regressed for each class, for
+    sgdet in evaluation.
+    roi_features: (N, D) of the boxes. union_features: (R, U) of the union boxes. spatial_features: (R, U) of the
+    positions of the two boxes, if these are kept apart from the content of their union.
+    relation_labels: (R,) annotated predicates, in training. related: (N, N_max) bool, True if there is a relation to or
+    from the i-th object of the same image; in training, for VCTree and SQUAT.
+    attributes: (N, A) ids from 1, 0 after the last, known if labels are; None if the data have none.
     on_host: boxes_xyxy and pairs on the host.
-    draws: a generator for each image, for heads that draw in training; none: torch's own.
-    late: logits (N, C), threshold and the labels that `postprocess.late_labels` made of them last.
+    draws: a random generator for each image, for heads that draw in training; if empty, torch's own is used.
+    late: cache of `postprocess.late_labels`: logits (N, C), threshold, and the labels computed from them.
     """
 
     boxes_xyxy: Tensor
@@ -61,11 +65,11 @@ class RelationBatch:
 
 @dataclass
 class RelationOutput:
-    """Predictions of a relation head.
+    """Predictions of a relation head for N objects and R pairs.
 
-    object_logits: (N, C). relation_logits: (R, P). object_labels: (N,) int64, the labels the head committed to;
-    labels_stay: they are those of the graph, which detected objects otherwise get by `late_nms`.
-    context: (N, hidden) of the objects. extra_losses: (sum, denominator) by name, in training.
+    object_logits: (N, C). relation_logits: (R, P). object_labels: (N,) int64, the labels that the head has used for its
+    predicates. labels_stay: these are also the labels of the graph; otherwise detected objects get theirs by
+    `late_nms`. context: (N, hidden) features of the objects. extra_losses: (sum, denominator) by name, in training.
     """
 
     object_logits: Tensor
@@ -83,7 +87,7 @@ def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
 
 
 def of_images(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return (B,) sums of the rows (R,) of each image; counts: rows per image."""
+    """Return the sums (B,) of the rows of each image, (R,) in all. counts: number of rows of each image."""
     return pad_rows(rows, counts).sum(1)
 
 
@@ -94,11 +98,17 @@ def predicate_loss(
     smoothing: float = 0.0,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `loss_rel`: cross entropy over all sampled pairs, "no relation" included.
+    """Return the cross-entropy over all sampled pairs, including those of "no relation", as the sum and the denominator
+    of each image, both (B,).
 
-    logits: (R, P), labels: (R,), counts: how many each image has. weights: (P,) per predicate; the denominator is then
-    the sum of the weights of the labels (the number of pairs without). smoothing: e / P to every predicate, 1 - e to
-    the right one.
+    Args:
+        logits: (R, P) of P predicates for R pairs.
+        labels: (R,).
+        counts: number of pairs of each image.
+        smoothing: e, with which the target of the right predicate is 1 - e, and e / P is added to the target of every
+            predicate.
+        weights: (P,) weight of each predicate. The denominator is the sum of the weights of the labels; without
+            weights, the number of pairs.
     """
     labels = labels.long()
     loss = F.cross_entropy(
@@ -118,7 +128,9 @@ def head_losses(
     smoothing: float = 0.0,
     weights: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return every loss of a head in training, by name: `loss_rel`, `loss_refine_obj` and the head's extra losses."""
+    """Return all losses of a head in training, (sum, denominator) by name: `loss_rel` of predicates, `loss_refine_obj`
+    of classes, and the extra losses of the head. smoothing and weights: see `predicate_loss`; weights are for
+    `loss_rel` only."""
     losses = {
         "loss_rel": predicate_loss(
             output.relation_logits.float(), batch.relation_labels, batch.num_pairs, smoothing, weights
@@ -134,9 +146,10 @@ def head_losses(
 
 
 def relatedness_loss(logits: Tensor, related: Tensor, num_objects: list[int]) -> tuple[Tensor, Tensor]:
-    """Return VCTree's `binary_loss`; its denominator is 1 for an image with objects.
+    """Return VCTree's `binary_loss`, for each image the mean binary cross-entropy over all ordered pairs, (B,), and its
+    denominator, 1 for an image with objects and 0 for others.
 
-    logits, related: (B, N_max, N_max) padded. Per image the mean binary cross entropy over all ordered pairs.
+    logits, related: (B, N_max, N_max), padded.
     """
     counts = send(torch.as_tensor(num_objects), logits.device)
     mask = object_mask(num_objects, logits.device)
@@ -152,11 +165,11 @@ def attribute_loss(
     counts: Sequence[int],
     scale: float = 20.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return `loss_refine_att`: binary cross entropy over the objects with attributes; its denominator is the number of
-    its entries.
+    """Return `loss_refine_att`, the sum of the binary cross-entropy over the objects with attributes of each image, and
+    its denominator, the number of terms in the sum, both (B,).
 
-    logits: (N, num_attributes), attributes: (N, A), counts: objects of each image. The published weight is
-    num_attributes / `scale`.
+    logits: (N, num_attributes). attributes: (N, A) ids, at most A per object. counts: number of objects of each image.
+    As in the published program, the sum is weighted by num_attributes / `scale`.
     """
     num_attributes = logits.shape[1]
     targets, has_any = attribute_targets(attributes, num_attributes)
@@ -167,12 +180,13 @@ def attribute_loss(
 
 
 def mean(total: Tensor, count: Tensor) -> Tensor:
-    """Return total / count, or `total` if nothing was counted, which is then an exact zero with gradient."""
+    """Return total / count. Where count is 0, return total, which is then an exact zero with a gradient."""
     return total / (count + (count == 0))
 
 
 def attribute_targets(attributes: Tensor, num_attributes: int) -> tuple[Tensor, Tensor]:
-    """Convert attribute ids from 1, ended by 0, (N, A) to (N, num_attributes) float32 0/1 and (N,) bool "has any"."""
+    """Convert attribute ids (N, A) from 1, at most A per object, 0 after the last, to targets (N, num_attributes)
+    float32 0 or 1, and (N,) bool, True for objects with any attribute."""
     listed = (attributes > 0).cumprod(1)
     targets = torch.zeros(len(attributes), num_attributes, device=attributes.device)
     targets.scatter_(1, attributes * listed, 1.0)  # ids after the end are written to column 0 ...

@@ -1,4 +1,4 @@
-"""The start of a scene graph run: its model, with weights and the statistics of the training split."""
+"""The start of a scene graph run: building the model, with its weights and the statistics of the training split."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -31,24 +31,26 @@ def start_scene_graph(
     checkpoint: Checkpoint | None,
     say: Callable,
 ) -> GraphDetector:
-    """Build the model of the settings, on the weights of `options.detector`, with the counts of the training data.
+    """Build the model that the settings describe, load the weights of `options.detector`, and give it the counts of the
+    training data.
 
-    The settings that data and the detector's run determine are written to `<folder>/pretrained_config.json`, so that
-    the run folder alone builds the model again, and which parameter took which tensor to
-    `<folder>/detector_weights.txt`.
+    The settings that follow from the data and the detector's run are written to `<folder>/pretrained_config.json`, so
+    that the model can be built again from the run folder alone. A table of which parameter was loaded from which tensor
+    is written to `<folder>/detector_weights.txt`.
 
     Args:
         options: settings; `detector` is a run, checkpoint or final/ folder of a detector, or a file of published
-            weights, as of maskrcnn-benchmark.
+            weights, such as those of maskrcnn-benchmark.
         table: training data.
         folder: the run folder.
-        checkpoint: the one that a resumed run will load; weights and counts are in it and not read from elsewhere.
+        checkpoint: the checkpoint that a resumed run will load. Weights and counts are in it and are not read from
+            elsewhere.
         say: prints a text on the main process.
 
     Raises:
-        BadInput: training data without a single relation; a detector that cannot be loaded, is a scene graph itself, or
-            has other classes; `pretrained` graphs of other classes, predicates or attributes; training data whose
-            attributes are not those of the checkpoint; the errors of `start_detector`.
+        BadInput: the training data have no relations; the detector cannot be loaded, is a scene graph itself, or has
+            other classes; the scene graph of `pretrained` has other classes, predicates or attributes; the training
+            data have other attributes than the checkpoint; or `start_detector` raises it.
     """
     source = None
     known = None
@@ -130,11 +132,12 @@ def _start_from_words(model: GraphDetector, options: SceneGraphOptions, table: D
 
 
 def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) -> Tensor:
-    """Load (2 + C, dim) float32 for "nothing before", for background, and for each class, from a text file with a word
-    vector per line, such as those of GloVe (Pennington et al., 2014).
+    """Load vectors (2 + C, dim) float32 for "nothing before", background, and each of C classes, from a text file with
+    one word and its vector per line, such as those of GloVe (Pennington et al., 2014).
 
-    A class takes the vector of its name, else that of the longest word in it that the file has, else one drawn from
-    N(0, 1), as in Scene-Graph-Benchmark. Raises BadInput for a file that cannot be read or has other widths.
+    A class gets the vector of its name; if the file does not have it, that of the longest word in the name that the
+    file has; otherwise one drawn from N(0, 1), as in Scene-Graph-Benchmark. Raises BadInput if the file cannot be read,
+    or its vectors do not have `dim` numbers.
     """
     names = ["start", "__background__", *(name.lower() for name in class_names)]
     wanted = {word for name in names for word in (name, *name.split())}
@@ -165,7 +168,10 @@ def load_word_vectors(file: str | Path, class_names: Sequence[str], dim: int) ->
 
 @torch.no_grad()
 def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
-    """Set the class embeddings of a head and return their names. Those of label decoders have "nothing before" too."""
+    """Set the class embeddings of a head, in place, and return the names of these modules; [] if the head has none.
+
+    vectors: see `load_word_vectors`. The embeddings of label decoders get the row "nothing before" too, others do not.
+    """
     rows = {
         "embed_in": vectors[1:],
         "embed_out": vectors[1:],
@@ -181,10 +187,11 @@ def start_from_words(head: nn.Module, vectors: Tensor) -> list[str]:
 
 
 def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `count_predicates` of a training split, and (C, C, P) bool, without background: the triplets that occur in
+    """Return the relations and the candidate pairs of a training split, see `count_predicates`, and (C, C, P) bool for
+    C classes and P predicates without background: which triplets of subject class, object class and predicate occur in
     it.
 
-    pairs_apart: count relations between boxes that share no area, too.
+    pairs_apart: also count relations between boxes that share no area.
     """
     classes = len(table.categories)
     predicates = len(table.predicates)
@@ -199,7 +206,8 @@ def count_table(table: DetectionTable, pairs_apart: bool = False) -> tuple[np.nd
 
 
 def lacking_relations(table: DetectionTable, val_table: DetectionTable) -> list[str]:
-    """Return warnings about relations that training or validation data lack; both have the same predicates."""
+    """Return warnings, as texts: the validation data have no relations, or they have predicates that the training data
+    never have. Both tables must have the same predicates. [] if nothing is missing."""
     trained = np.bincount(table.relations().predicate, minlength=len(table.predicates))
     validated = np.bincount(val_table.relations().predicate, minlength=len(val_table.predicates))
     if not validated.any():

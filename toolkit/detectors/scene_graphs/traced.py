@@ -1,5 +1,5 @@
-"""PE-Net, REACT and REACT++ on a one-stage detector in a form that exporters can trace: every image has equally many
-objects, and all their pairs; an object that a detector did not find is a row of score 0."""
+"""PE-Net, REACT and REACT++ on a one-stage detector, in a form that exporters can trace: every image has the same
+number of objects, and all their pairs. If the detector finds fewer objects, the remaining rows have score 0."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class _EqualImages(RelationBatch):
 
 
 def decode_graph(model: nn.Module, images: Tensor, sizes: Tensor, top_k: int, pool: Callable) -> tuple[Tensor, ...]:
-    """Compute `GraphDetector.decode_graph` of a `SceneGraph` on a `DetectorBelow`."""
+    """Return the results of `GraphDetector.decode_graph` for `model`, a `SceneGraph` on a `DetectorBelow`."""
     below = model.detector
     with kept_maps(below.inner.map_taps()) as tapped:
         outputs = below.inner(images, sizes)

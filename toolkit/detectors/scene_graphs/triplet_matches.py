@@ -1,4 +1,5 @@
-"""Matching of predicted with annotated relations, as flat arrays over many images without loops over boxes or pairs."""
+"""Matching of predicted with annotated relations, as flat arrays over many images, without loops over boxes or
+pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ COMPACT_FIELDS = ("predicates", "combinations", "two_predicates", "two_scores") 
 
 @dataclass
 class TripletMatches:
-    """Annotated relations of all images, one row each, and the predictions that find them.
+    """The R annotated relations of all images, one row each, and the predictions that find them.
 
-    image, index, predicate: (R,) image, index among the image's relations, predicate of each relation.
-    triplets: (R, 3) subject class, object class, predicate. counts: (images,) relations per image.
-    constrained, unconstrained, given_pairs: (M, 2) relation row, rank. `given_pairs` ranks only the predicted pairs
-    that are annotated pairs.
+    image, index, predicate: (R,) image of each relation, its index in the image, its predicate.
+    triplets: (R, 3) subject class, object class, predicate. counts: (images,) number of relations of each image.
+    constrained, unconstrained, given_pairs: (M, 2) one row for each match: row of the relation, and rank of the
+    prediction. In `constrained` each pair has one predicate; in `unconstrained` all combinations of pair and predicate
+    are ranked; in `given_pairs` only those predicted pairs are ranked that are annotated pairs.
     """
 
     image: np.ndarray
@@ -32,14 +34,20 @@ class TripletMatches:
     given_pairs: np.ndarray
 
     def first_rank(self, matches: np.ndarray) -> np.ndarray:
-        """Return the (R,) int64 rank of the best prediction that finds each relation; the largest int64 when none
-        does."""
+        """Return the rank (R,) int64 of the best prediction that finds each of the R relations; the largest int64 if no
+        prediction does.
+
+        matches: one of the three arrays of matches.
+        """
         rank = np.full(len(self.image), np.iinfo(np.int64).max)
         np.minimum.at(rank, matches[:, 0], matches[:, 1])
         return rank
 
     def rows(self, matches: np.ndarray) -> np.ndarray:
-        """Return (M, 3) image, rank, index of the relation in its image, sorted."""
+        """Return M matches as rows (M, 3) of image, rank, and index of the relation in its image, sorted.
+
+        matches: one of the three arrays of matches.
+        """
         relation = matches[:, 0]
         rows = np.stack([self.image[relation], matches[:, 1], self.index[relation]], 1)
         return rows[np.lexsort(rows.T[::-1])]
@@ -53,12 +61,12 @@ def match_relations(
     keep: int,
     one_box_each: bool = False,
 ) -> TripletMatches:
-    """Match every predicted pair, and the `keep` best (pair, predicate) combinations, with the annotated relations.
+    """Match every predicted pair, and the `keep` best combinations of pair and predicate, with the annotated relations.
 
-    Arguments as in `evaluate_scene_graphs`. Pairs are taken in the given order with their best predicate
+    The other arguments are those of `evaluate_scene_graphs`. Pairs are in the order given, each with its best predicate
     (constrained); combinations are ranked by subject score x object score x predicate score (unconstrained).
-    one_box_each: an annotated object is found by the box of `boxes_of_objects` alone; not in phrdet, which does not
-    compare boxes with objects.
+    one_box_each: an annotated object can be found only by the box that `boxes_of_objects` assigns to it; not in phrdet,
+    which does not compare boxes with objects.
     """
     chunks = []
     start = 0
@@ -86,9 +94,11 @@ def _concatenate_field(parts: list[np.ndarray], name: str) -> np.ndarray:
 
 
 def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
-    """Reduce a prediction to one that gives the same result in `match_relations` with that `keep`. `predicates (P,)`
-    and `combinations (<= keep, 2)` int32, see `best_combinations`, replace `predicate_scores`; `two_predicates` and
-    `two_scores` of `best_two` are added."""
+    """Return a smaller form of a prediction that gives the same results in `match_relations` with this `keep`.
+
+    `predicate_scores` is replaced by `predicates (P,)`, the best predicate of each of the P pairs, and `combinations
+    (<= keep, 2)` int32, see `best_combinations`; `two_predicates` and `two_scores` of `best_two` are added.
+    """
     scores = np.asarray(prediction["predicate_scores"])
     pair_scores = np.asarray(prediction["scores"])[np.asarray(prediction["pairs"])].prod(1)
     two, two_scores = best_two(prediction)
@@ -104,15 +114,15 @@ def compact_graph(prediction: Mapping, keep: int) -> dict[str, np.ndarray]:
 
 
 def best_predicates(prediction: Mapping, rows: np.ndarray | slice) -> np.ndarray:
-    """Return the best predicate of these pairs of an image, from 0."""
+    """Return the best predicate, from 0, of some pairs of an image. rows: the rows of these pairs in the prediction."""
     if "combinations" in prediction:
         return np.asarray(prediction["predicates"])[rows]
     return np.asarray(prediction["predicate_scores"])[rows].argmax(1)
 
 
 def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (P, 2) two best predicates of each pair of an image, from 0, best first, and their scores (P, 2); (P,
-    1) if there is only one."""
+    """Return the two best predicates (P, 2) of each of the P pairs of an image, from 0, best first, and their scores
+    (P, 2); both are (P, 1) if there is only one predicate."""
     if "two_predicates" in prediction:
         return np.asarray(prediction["two_predicates"]), np.asarray(prediction["two_scores"])
     scores = torch.from_numpy(np.require(prediction["predicate_scores"], requirements="W"))
@@ -121,11 +131,12 @@ def best_two(prediction: Mapping) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_combinations(predicate_scores: np.ndarray, pair_scores: np.ndarray, keep: int) -> np.ndarray:
-    """Return (<= keep, 2) int64 pair row and predicate of the best combinations of an image, best first.
+    """Return the row of the pair and the predicate, (<= keep, 2) int64, of the best combinations of an image, best
+    first.
 
-    predicate_scores: (P, predicates), pair_scores: (P,), by which they are multiplied. The best `keep` lie in the
-    `keep` pairs whose best predicate scores highest, so only those are sorted. Equal ones are ranked by pair, then
-    predicate.
+    predicate_scores: (P, predicates) of P pairs, multiplied by pair_scores: (P,). The best `keep` combinations are
+    among the `keep` pairs whose best predicate scores highest, so only the combinations of these pairs are sorted.
+    Equal scores are in the order of pairs, then predicates.
     """
     scores = np.asarray(predicate_scores)
     count = np.shape(predicate_scores)[1]
@@ -151,10 +162,12 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def boxes_of_objects(truth: Mapping, prediction: Mapping, iou_threshold: float = 0.5) -> np.ndarray:
-    """Return the (M,) annotated object that each predicted box stands for, -1: none; each object has at most one box.
+    """Return the annotated object (M,) that each of M predicted boxes is assigned to, -1 for none; each object has at
+    most one box.
 
-    As in COCO's AP: the boxes choose, best score first (of equal ones the earlier), each the object of its class that
-    it overlaps most, by `iou_threshold` or more, among those that no box has yet.
+    As in COCO's AP, boxes are assigned in the order of their scores (of equal scores, the earlier box first): each to
+    the object of its class that it overlaps most, with an IoU of at least `iou_threshold`, among those that have no box
+    yet.
     """
     found = np.full(len(prediction["boxes"]), -1)
     same_class = np.asarray(prediction["labels"])[:, None] == np.asarray(truth["labels"])
@@ -221,7 +234,8 @@ class _Chunk:
         self.candidates = (self._box_matches(0), self._box_matches(1))
 
     def _read_truth(self, truths: Sequence[Mapping], relations: list[np.ndarray]) -> None:
-        """Return padded (images, slots, ...) arrays; a padded slot has class -2, which equals no class."""
+        """Set the padded arrays (images, slots, ...) of the annotated relations; a padded slot has class -2, which
+        equals no class."""
         shape = (len(truths), int(self.counts.max(initial=0)))
         self.ends = np.full((*shape, 2), -2, np.int64)  # the box indices of subject and object in their image
         self.end_boxes = np.zeros((*shape, 2, 4), np.float32)
@@ -254,7 +268,8 @@ class _Chunk:
         return np.ascontiguousarray(bits).view(np.uint64)
 
     def _candidates(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the row of `pairs` (n, 2) and slot of a relation, wherever both boxes may be its ends; rows ascend."""
+        """Return matches of pairs (n, 2) with relations whose ends both boxes may be: row of the pair, in ascending
+        order, and slot of the relation."""
         subjects, objects = self.candidates
         hit = subjects[pairs[:, 0]] & objects[pairs[:, 1]]  # (n, words), a bit for each slot
         (rows,) = hit.any(1).nonzero()
@@ -363,10 +378,10 @@ def _flat(parts: list[np.ndarray], empty_shape: tuple[int, ...]) -> np.ndarray:
 
 
 def array_iou_plus_one(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """Compute `box_features.iou_plus_one` of float32 arrays (..., 4) that broadcast."""
+    """Return `box_features.iou_plus_one` of NumPy arrays (..., 4) float32, which are broadcast."""
     return box_features.iou_plus_one(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()
 
 
 def array_union_boxes(boxes1: np.ndarray, boxes2: np.ndarray) -> np.ndarray:
-    """Compute `box_features.union_boxes` of arrays."""
+    """Return `box_features.union_boxes` of NumPy arrays (..., 4)."""
     return box_features.union_boxes(torch.as_tensor(boxes1), torch.as_tensor(boxes2)).numpy()

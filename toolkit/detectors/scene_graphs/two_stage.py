@@ -1,8 +1,9 @@
-"""Scene graphs: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it, or on another
-detector.
+"""Scene graphs in two stages: a relation head on a Faster R-CNN, as Scene-Graph-Benchmark (Tang et al.) trains it, or
+on another detector.
 
-The heads are in the folder `heads`, one file each; this module has their objects, the features of objects and pairs,
-losses and predictions. Differences from the original are listed in docs/differences.md.
+The heads are in the folder `heads`, one file each. This module has the parts that they share: the choice of objects,
+the features of objects and pairs, losses and predictions. Differences from the original are listed in
+docs/differences.md.
 """
 
 import copy
@@ -57,19 +58,20 @@ GRAPH_FREEZE_CHOICES = ("detector", "norms", "detector_and_norms", "none")
 
 
 class SceneGraph(GraphDetector):
-    """A detector whose detections carry a graph.
+    """A detector whose detections have a scene graph.
 
-    The counts of the training split come in by `learn_counts`; they are saved with the weights.
+    The counts of the training split are set with `learn_counts`; they are saved with the weights.
 
     Args:
         class_names: one name each, in the order of the labels.
-        options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are notes, they are not read here.
+        options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are not read here.
         predicates: one name each, in the order of the labels.
-        attributes: names, in the order of their ids in the data, which a linear classifier on the box features
-            predicts; omitted without names, and with the frequency head, which has no features.
+        attributes: names of the attributes, in the order of their ids in the data, which a linear classifier on the box
+            features predicts. There is no classifier without names, nor with the frequency head, which has no features.
 
     Raises:
-        BadInput: unknown mode, head or option, no predicates; all of them.
+        BadInput: the mode, the head or another setting is invalid, or there are no predicates. One error names all of
+            these faults.
     """
 
     Options = SceneGraphOptions
@@ -182,8 +184,8 @@ class SceneGraph(GraphDetector):
 
     @torch.no_grad()
     def learn_counts(self, relations: np.ndarray, candidates: np.ndarray, seen: np.ndarray) -> None:
-        """Take the training counts, see `GraphDetector.learn_counts`; also start the frequency bias and the weights of
-        predicates."""
+        """Store the training counts, see `GraphDetector.learn_counts`, and set the frequency bias and the weights of
+        the predicates from them."""
         super().learn_counts(relations, candidates, seen)
         log_frequency = log_frequencies(relations, candidates)
         for module in self.head.modules():
@@ -195,10 +197,11 @@ class SceneGraph(GraphDetector):
             self.predicate_weights.copy_(class_balanced_weights(relations, self.class_balanced_beta))
 
     def load_detector_weights(self, weights: Mapping[str, Tensor]) -> WeightTable:
-        """Load the weights of a detector: its own, and those of a Faster R-CNN's box head for objects and union boxes.
+        """Load the weights of a detector. The box head of a Faster R-CNN is also loaded into the features of objects
+        and of union boxes.
 
         Returns:
-            which parameter took which. Raises BadInput for shapes that differ.
+            from which tensor each parameter was loaded. Raises BadInput if shapes differ.
         """
         if isinstance(self.detector, DetectorBelow):
             return self._load_below(weights, "detector.inner", {})
@@ -206,16 +209,18 @@ class SceneGraph(GraphDetector):
         return self._load_below(weights, "detector", {"box_features": head, "union.head": head})
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Return the head's outputs for sampled pairs (in training) or for all pairs, with the batch that it was given.
+        """Return the head's outputs for sampled pairs (in training) or for all pairs, and the batch from which it
+        computed them.
 
         Args:
-            images: `(B, 3, H, W)` uint8, padded on the right and below. sizes: `(B, 2)` int64 without padding.
-            targets: with `boxes`, `labels`, `iscrowd`, `relations`; needed but for sgdet in evaluation.
+            images: `(B, 3, H, W)` uint8, padded on the right and below.
+            sizes: `(B, 2)` int64, height and width of each image without its padding.
+            targets: with `boxes`, `labels`, `iscrowd`, `relations`; they can be left out only for sgdet in evaluation.
 
         Returns:
-            `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the
-            host; `attribute_logits (N, attributes + 1)`, column 0 background, if there are attributes; `detector`:
-            the input of the detector's own criterion, if it is trained too.
+            `output`: RelationOutput, `batch`: RelationBatch, `truths`: the annotated graph of each image, on the host;
+            `attribute_logits (N, attributes + 1)`, column 0 background, if there are attributes; `detector`: the input
+            of the detector's own criterion, if the detector is trained too and targets are given.
 
         Raises:
             BadInput: boxes must be given, but there are no targets.
@@ -286,8 +291,9 @@ class SceneGraph(GraphDetector):
         )
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return pairs, objects, images with objects and entries of the attributes' loss (objects with attributes x its
-        columns), known from the targets if boxes are given; else images."""
+        """Return the number of images in sgdet, and if boxes are given, the numbers that are known from the targets:
+        pairs, objects, images with objects, and terms of the attribute loss (objects with attributes x columns of their
+        logits). If the detector is trained, add its own denominators."""
         counts = {"images": float(len(targets))}
         if self.given_boxes:
             counts |= count_sampled_pairs(self, targets)
@@ -297,11 +303,12 @@ class SceneGraph(GraphDetector):
         return {name: counts[name] for name in self.denominator_names}
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses and metrics (sum, count).
+        """Return losses by name, and metrics as (sum, count).
 
-        If boxes are given, a loss is its sum over pairs (objects, images, entries of attributes) / that denominator; in
-        sgdet, whose pairs are not known beforehand, the sum of the images' own means / denominators["images"].
-        relation_error, object_error: per cent of related pairs and of objects whose best predicate or class is wrong.
+        If boxes are given, a loss is a sum divided by the number of pairs (or objects, images, terms of the attribute
+        loss) in `denominators`. In sgdet, where the pairs are not known beforehand, a loss is the sum of the means of
+        each image, divided by denominators["images"].
+        relation_error, object_error: per cent of related pairs, and of objects, whose best predicate or class is wrong.
         """
         output = outputs["output"]
         batch = outputs["batch"]
@@ -359,15 +366,16 @@ class SceneGraph(GraphDetector):
     ) -> list[dict[str, Tensor]]:
         """Return the graph of each image, in pixels of the original image.
 
-        score_threshold: detections below it are left out with their pairs.
+        score_threshold: if boxes are detected, objects with this score or less are left out, and so are their pairs.
 
         Returns:
-            per image `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1: lost every class); `pairs (P, 2)`, best
-            first, `predicate_scores (P, predicates)`, `predicates (P,)`, `triplet_scores (P,)` of the `top_k` best
-            pairs (recall at K <= top_k needs no others) and, if boxes are given, of all annotated pairs (accuracy
-            needs them); then also `true_labels (M,)`, `true_relations (R, 3)` and, for data with attributes,
-            `true_attributes (M, A)` ids. `attribute_scores (M, attributes)` if there are any, but not in sgdet with
-            targets: no metric uses them there, and for 26,000 images they are 1.6 GB.
+            per image M objects, `boxes (M, 4)`, `scores (M,)`, `labels (M,)` from 0 (-1 if all classes were excluded,
+            see `late_nms`), and P pairs of them, `pairs (P, 2)`, best first, `predicate_scores (P, predicates)`,
+            `predicates (P,)` and `triplet_scores (P,)` of the `top_k` best pairs (recall at K <= top_k needs no others)
+            and, if boxes are given, of all annotated pairs (accuracy needs them). If boxes are given, also `true_labels
+            (M,)`, R relations, `true_relations (R, 3)`, and, for data with attributes, `true_attributes (M, A)` ids, at
+            most A per object. `attribute_scores (M, attributes)` if the model predicts attributes, but not in sgdet
+            with targets: no metric uses them there, and for 26,000 images they are 1.6 GB.
         """
         output = outputs["output"]
         if self.prior_adjustment:

@@ -16,7 +16,8 @@ PAIRS_PER_CHUNK = 4096  # in evaluation, which has all pairs: about 1 GB of 256 
 
 
 class RectangleFeatures(nn.Module):
-    """The two boxes drawn as masks of the whole image and convolved to the size of pooled features."""
+    """Features of the positions of two boxes: the boxes are drawn as masks of the whole image, and these are convolved
+    to the size of pooled features."""
 
     def __init__(self, channels: int, resolution: int = 7):
         super().__init__()
@@ -32,8 +33,9 @@ class RectangleFeatures(nn.Module):
         )
 
     def forward(self, subjects_xyxy: Tensor, objects_xyxy: Tensor, sizes_hw: Tensor) -> Tensor:
-        """Convolve (R, 4), (R, 4), (R, 2) -> (R, channels, resolution, resolution). R = 0 leaves the batch norms
-        unchanged."""
+        """Convert boxes of R pairs, subjects (R, 4) and objects (R, 4), in images of the sizes (R, 2), height and
+        width, to features (R, channels, resolution, resolution). Without pairs (R = 0), the batch norms are not
+        updated."""
         both = torch.stack([subjects_xyxy, objects_xyxy], 1)  # (R, 2, 4)
         masks = rectangle_masks(both, sizes_hw[:, None], self.mask_size)
         if not len(masks):
@@ -44,13 +46,14 @@ class RectangleFeatures(nn.Module):
 
 
 class AllLevelsPool(nn.Module):
-    """A pool of boxes from every level of the pyramid; a 3 x 3 convolution joins the levels.
+    """RoI pooling of each box from every level of the feature pyramid. A 3 x 3 convolution joins the levels.
 
-    A frozen detector cannot make its levels alike; the convolution, which is trained, can.
+    The levels of a frozen detector cannot adapt to each other, but this convolution, which is trained, can.
     """
 
     def __init__(self, pool: nn.Module, channels: int):
-        """Build the pool on a detector's `box_pool`, whose levels and rule for the ends of boxes it keeps."""
+        """Build the pool with the levels of a detector's `box_pool`, and with its convention on whether boxes end at or
+        behind their last pixel. channels: of the feature maps."""
         super().__init__()
         self.last_pixel = float(hasattr(pool, "pool"))  # `WholePixelPool`: boxes end at it, not behind it
         align = getattr(pool, "pool", pool)
@@ -63,7 +66,8 @@ class AllLevelsPool(nn.Module):
         nn.init.zeros_(self.reduce.bias)
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], image_shapes: Sequence, *on_host) -> Tensor:
-        """Return (R, channels, resolution, resolution); arguments as of `LevelPool`."""
+        """Return (R, channels, resolution, resolution) for the R boxes of all images; the arguments are those of
+        `LevelPool.forward`."""
         ends = [moved_ends(image_boxes, -self.last_pixel) for image_boxes in boxes]
         pooled = []
         for name, scale in zip(self.names, self.scales, strict=True):
@@ -72,11 +76,11 @@ class AllLevelsPool(nn.Module):
 
 
 class UnionFeatures(nn.Module):
-    """Pooled features of the union box plus `RectangleFeatures`, through a box head.
+    """Features of pairs: pooled features of the union box plus `RectangleFeatures`, passed through a box head.
 
-    pool: torchvision's MultiScaleRoIAlign or the like. head: (R, channels, resolution, resolution) -> (R, U).
-    separate_spatial: U; the rectangles go through two layers of their own instead of the box head; 0: they do not.
-    last_pixel: by how much the pool's boxes end behind the given ones.
+    pool: torchvision's MultiScaleRoIAlign or a module with its arguments. head: converts (R, channels, resolution,
+    resolution) to (R, U). separate_spatial: if U instead of 0, the rectangles are passed through two layers of their
+    own instead of the box head. last_pixel: number of pixels that the pool's boxes end behind the boxes given.
     """
 
     def __init__(
@@ -112,12 +116,20 @@ class UnionFeatures(nn.Module):
         images_hw: Sequence[tuple[int, int]] | None = None,
         on_host: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (R, U) of the pairs, and with `separate_spatial` (R, U) of the positions of the two boxes.
+        """Return features (R, U) of the R pairs, U numbers each, and, with `separate_spatial`, such features of the
+        positions of their boxes, else None.
 
-        boxes_xyxy: (N, 4) of all images, pairs: (R, 2) rows of them, num_pairs: per image, sizes_hw: (B, 2) of the
-        images without padding, on any device; images_hw: the same on the host, if known there. on_host: boxes and
-        pairs, if known there. Evaluation computes `PAIRS_PER_CHUNK`, so that an image of hundreds of objects fits the
+        In evaluation, `PAIRS_PER_CHUNK` pairs are computed at once, so that an image with hundreds of objects fits the
         memory.
+
+        Args:
+            feature_maps: by name.
+            boxes_xyxy: (N, 4) of all images.
+            pairs: (R, 2) rows of these boxes.
+            num_pairs: number of pairs of each image.
+            sizes_hw: (B, 2) height and width of the images without padding, on any device.
+            images_hw: the same on the host, if known there.
+            on_host: boxes and pairs on the host, if known there.
         """
         shapes = images_hw or list(map(tuple, sizes_hw.tolist()))
         about = (feature_maps, boxes_xyxy, sizes_hw, shapes)

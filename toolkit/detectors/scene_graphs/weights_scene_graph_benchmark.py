@@ -1,9 +1,9 @@
 """Scene graphs of Scene-Graph-Benchmark and SGG-Benchmark (`upload_causal_motif_sgdet/model_0028000.pth`): a Faster
-R-CNN of maskrcnn-benchmark with a relation head, as `scene_graph` with the settings read from the tensors.
+R-CNN of maskrcnn-benchmark with a relation head. They become a `scene_graph` with the settings read from the tensors.
 
 The heads are those of `roi_relation_predictors.py`: Motifs, VCTree, IMP, Transformer, and the causal one with its three
-contexts. `mode`, and the width of a transformer's attention heads, stand in the program's settings, not in the file:
-sgdet and 64 here, unless the user says otherwise.
+contexts. `mode`, and the width of a transformer's attention heads, are in the settings of that program, not in the
+file: here they are sgdet and 64, unless the user says otherwise.
 """
 
 import re
@@ -116,8 +116,8 @@ NAME_PATTERNS = [  # of the original -> ours, applied in order to "<head>:<name>
 
 
 def our_name(head: str, name: str) -> str | None:
-    """Return our name for a tensor of the original's predictor, or None for one that we do not have: buffers that are
-    not read, and shared parameters listed twice.
+    """Return our name for a tensor of the original's predictor, or None for tensors that do not exist here: buffers
+    that are not read, and shared parameters listed twice.
 
     head: motif, vctree, imp, transformer, causal_motifs, causal_vctree or causal_vtranse.
     """
@@ -131,10 +131,8 @@ def our_name(head: str, name: str) -> str | None:
 
 
 def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
-    """Return the head by its name in `our_name`, and its settings, from the tensors of a predictor.
-
-    Raises KeyError: no known head.
-    """
+    """Return the kind of a relation head, in the terms of `our_name`, and its settings, recognised by the names of its
+    tensors. Raises KeyError if they are not those of a known head."""
     if "context_layer.node_gru.weight_ih" in state:
         return "imp", {}
     if "context_layer.context_obj.layer_stack.0.slf_attn.w_qs.weight" in state:
@@ -153,7 +151,7 @@ def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
 
 
 def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
-    """Return the settings of a transformer head whose attention heads have `key_dim` numbers."""
+    """Return the settings of a transformer head whose attention heads have `key_dim` channels."""
     layers = [name for name in state if name.endswith("slf_attn.w_qs.weight")]
     first = layers[0].removesuffix("slf_attn.w_qs.weight")
     heads = len(state[layers[0]]) // key_dim
@@ -258,5 +256,5 @@ SCENE_GRAPH_BENCHMARK = _SceneGraphs()
 
 
 def named_predicates(rows: int) -> list[str]:
-    """Return names for `rows` predicates without "no relation"; numbered if the data set is not known."""
+    """Return names for this many predicates, without "no relation": VG150's if there are 50, else numbered ones."""
     return list(VG_50) if rows == 50 else [f"predicate {i}" for i in range(rows)]

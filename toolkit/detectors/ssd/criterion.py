@@ -1,7 +1,7 @@
 """Anchors, matching and multibox loss of SSD (Liu et al., ECCV 2016), as CVNets (apple/ml-cvnets) defines them.
 
-Boxes are fractions of the image, so square anchors are not square in an image that is not. Everything works on a whole
-batch at once, without host reads.
+Boxes are fractions of the image, so that a square anchor is a square in pixels only if the image is a square. All
+functions process a whole batch at once, without host reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ IGNORED_LABEL = -1  # label of an anchor in a crowd region; 0 is the background,
 def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple[float, float]]:
     """Return the sides of the small and of the large square anchor of each level, as fractions of the image.
 
-    The small ones lie evenly from `min_scale` to `max_scale`, which a further level would have; the large one is the
-    geometric mean of the small ones of its level and the next.
+    The small sides are evenly spaced: `min_scale` at the first level, `max_scale` at a level that would follow the
+    last. The large side is the geometric mean of the small sides of its own and the next level.
     """
     small = torch.linspace(min_scale, max_scale, levels + 1, dtype=torch.float64).tolist()
     scales = []
@@ -35,12 +35,13 @@ def anchor_scales(levels: int, min_scale: float, max_scale: float) -> list[tuple
 def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratios: Sequence[float], clip: bool = True):
     """Return the anchors (H * W * (2 + 2 R), 4) cxcywh of one feature map, cell by cell, row by row; float32.
 
-    Of a cell: the small square, the large one, then for each of the R ratios r the small one stretched by sqrt(r) in
-    width and 1 / sqrt(r) in height, and the other way round. A ratio given twice counts once.
+    A cell has the small square, the large one, and two rectangles for each of the R aspect ratios r: the small square
+    stretched by sqrt(r) in width and 1 / sqrt(r) in height, and the other way round. A ratio given twice counts once.
 
     Args:
         hw: height and width of the feature map; 1, 1 for a map that covers the whole image.
-        clip: centre and size are clamped to [0, 1].
+        scales: sides of the small and of the large square, see `anchor_scales`.
+        clip: clamp centres and sizes to [0, 1].
     """
     small, large = scales
     shapes_wh = [(small, small), (large, large)]
@@ -61,7 +62,8 @@ def level_anchors(hw: tuple[int, int], scales: tuple[float, float], aspect_ratio
 def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
     """Return the offsets (..., 4) of boxes (..., 4) from anchors (..., 4), which may have fewer leading dimensions.
 
-    Centres in units of the anchor's sides, sizes as logarithms of the ratio, both divided by their variance.
+    The first two are the distances of the centres in units of the anchor's sides, divided by `center_variance`; the
+    last two are the logarithms of the ratios of the sides, divided by `size_variance`.
     """
     boxes = xyxy_to_cxcywh(boxes_xyxy)
     moved = boxes[..., :2] - anchors_cxcywh[..., :2]
@@ -72,7 +74,7 @@ def encode_boxes(boxes_xyxy: Tensor, anchors_cxcywh: Tensor, center_variance: fl
 
 
 def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: float, size_variance: float) -> Tensor:
-    """Invert `encode_boxes`: offsets (..., 4) to boxes (..., 4) xyxy, not clipped."""
+    """Return the boxes (..., 4) xyxy, not clipped, from which `encode_boxes` makes these offsets (..., 4)."""
     moved = offsets[..., :2] * center_variance * anchors_cxcywh[..., 2:]
     centres = moved + anchors_cxcywh[..., :2]
     ratio = (offsets[..., 2:] * size_variance).exp()
@@ -81,8 +83,11 @@ def decode_offsets(offsets: Tensor, anchors_cxcywh: Tensor, center_variance: flo
 
 
 class PaddedObjects(NamedTuple):
-    """Boxes of a batch, padded to the largest number in an image, at least 1: xyxy fractions (B, T, 4), labels (B, T)
-    int64 (0 on: classes; -1: padding), crowd (B, T) bool."""
+    """Annotated boxes of a batch, padded to the largest number T of boxes in an image, at least 1.
+
+    boxes: (B, T, 4) xyxy, fractions of the image. labels: (B, T) int64, the class, or -1 for padding. crowd: (B, T)
+    bool.
+    """
 
     boxes: Tensor
     labels: Tensor
@@ -111,17 +116,18 @@ def _pad(column: Sequence[Tensor], value: float) -> Tensor:
 
 
 def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold: float) -> tuple[Tensor, Tensor]:
-    """Assign a box to each anchor.
+    """Assign annotated boxes to the A anchors of each image.
 
-    An anchor takes the box that it overlaps most, if by an IoU of at least the threshold; each box takes the anchor
-    that overlaps it most in any case, the later box where two want the same one. Crowd boxes take none: an
-    unmatched anchor is ignored if `iou_threshold` of its area lies in one of them, as in COCO's evaluation.
+    An anchor gets the box that it overlaps most, if the IoU is at least `iou_threshold`. In addition, each box is
+    assigned to the anchor that overlaps it most, whatever the IoU; if two boxes have the same such anchor, it gets the
+    later box. Crowd regions are never assigned: an anchor without a box is ignored if at least `iou_threshold` of its
+    area lies in a crowd region, as in COCO's evaluation.
 
     Args:
         anchors_cxcywh: (A, 4) fractions.
 
     Returns:
-        labels (B, A) int64: 0 background, 1 on: class + 1, `IGNORED_LABEL`; index (B, A) of the matched box.
+        labels (B, A) int64: 0 for background, class + 1, or `IGNORED_LABEL`; index (B, A) of the assigned box.
     """
     left, top, right, bottom = cxcywh_to_xyxy(anchors_cxcywh).t().contiguous()  # planes: strided ones are slow
     x0, y0, x1, y1 = objects.boxes[..., None].unbind(-2)  # (B, T, 1)
@@ -151,8 +157,11 @@ def match_anchors(anchors_cxcywh: Tensor, objects: PaddedObjects, iou_threshold:
 
 
 def mine_negatives(background_loss: Tensor, labels: Tensor, ratio: int) -> Tensor:
-    """Return a (B, A) bool mask of the background anchors with the largest loss, at most `ratio` per positive of the
-    image."""
+    """Return a (B, A) bool mask of the background anchors with the largest loss, at most `ratio` for each positive
+    anchor of their image.
+
+    background_loss: (B, A) of A anchors per image. labels: (B, A), see `match_anchors`.
+    """
     losses = background_loss.masked_fill(labels != 0, -torch.inf)
     order = losses.argsort(dim=1, descending=True)
     # The losses 0.1, 0.9, 0.5 have the order 1, 2, 0, and the ranks 2, 0, 1.
@@ -175,9 +184,11 @@ def multibox_loss(
     boxes.
 
     Args:
-        logits: (B, A, C), column 0 is the background. offsets, target_offsets: (B, A, 4). labels: (B, A), see
-            `match_anchors`.
-        ratio: negatives per positive of an image.
+        logits: (B, A, C) of A anchors per image, column 0 is the background.
+        offsets, target_offsets: (B, A, 4).
+        labels: (B, A), see `match_anchors`.
+        ratio: largest number of negatives per positive of an image.
+        label_smoothing: share of the class targets that is spread over all classes.
         labelled: (B, C - 1) bool, the classes that each image labels; None: all.
     """
     positive = labels > 0
@@ -208,13 +219,15 @@ def multibox_loss(
 
 
 class SelfWeighting(nn.Module):
-    """Factor on the regression loss that makes it weigh as much as the classification, adjusted over the first steps.
+    """A factor on the regression loss that makes it as large as the classification loss, adjusted over the first steps.
 
-    Every `every` steps, and after step `steps`, it becomes the ratio of the two losses summed since it last did; then
-    it stays. Part of the state dict, so that a resumed run goes on with it.
+    Every `every` steps, and after step `steps`, the factor becomes the ratio of classification to regression loss, each
+    summed since the last adjustment. After that it is constant. It is part of the state dict, so that a resumed run
+    continues with it.
 
     Args:
-        steps: optimizer steps over which it is adjusted; 0: never, it stays 1.
+        steps: number of optimizer steps during which the factor is adjusted; with 0 it is always 1.
+        every: number of optimizer steps between two adjustments.
     """
 
     def __init__(self, steps: int, every: int):
@@ -227,8 +240,11 @@ class SelfWeighting(nn.Module):
 
     @torch.no_grad()
     def observe(self, of_step: Tensor) -> None:
-        """Accumulate the losses of one step, (2,) classification and regression, summed over positives (not divided),
-        the regression loss without its weight. Nothing is read from the device."""
+        """Add the losses of one step to the sums, and adjust the factor if it is due. Nothing is read from the device.
+
+        of_step: (2,) classification and regression loss, summed over positives (not divided by their number), the
+        regression loss without the factor.
+        """
         if self.steps == 0:
             return
         adjusts = self.seen <= self.steps
@@ -245,11 +261,11 @@ class SsdCriterion(nn.Module):
     """Matching and multibox loss of a batch; see `match_anchors` and `multibox_loss`.
 
     Args:
-        iou_threshold: overlap from which an anchor is positive.
+        iou_threshold: IoU from which an anchor is positive.
         center_variance, size_variance: see `encode_boxes`.
-        negatives_per_positive: hardest negatives that count, per positive of their image.
-        label_smoothing: share of the class targets that is spread over all classes. In training mode only, as in
-            CVNets: the losses of an evaluation are without.
+        negatives_per_positive: largest number of hardest negatives in the loss for each positive of their image.
+        label_smoothing: share of the class targets that is spread over all classes. It applies in training mode only,
+            as in CVNets, so evaluation losses are without smoothing.
         self_weighting_steps, self_weighting_every: see `SelfWeighting`; in training mode only.
     """
 
@@ -274,7 +290,7 @@ class SsdCriterion(nn.Module):
         self.balance = SelfWeighting(self_weighting_steps, self_weighting_every)
 
     def denominators(self, anchors_cxcywh: Tensor, targets: Sequence[Mapping], image_hw: Tensor) -> dict[str, float]:
-        """Return the number of positive anchors of the batch, on the CPU; arguments as in `forward`."""
+        """Return the number of positive anchors of the batch. The arguments are those of `forward`, on the CPU."""
         objects = pad_objects(targets, image_hw)
         labels, _ = match_anchors(anchors_cxcywh, objects, self.iou_threshold)
         return {"positives": float((labels > 0).sum())}
@@ -288,11 +304,14 @@ class SsdCriterion(nn.Module):
         targets: Sequence[Mapping],
         denominators: Mapping[str, float | Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Return losses divided by `denominators["positives"]`, and the metric positives per image as (sum, count).
+        """Return losses by name, divided by `denominators["positives"]`, and the metric `positives`, positive anchors
+        per image, as (sum, count).
 
         Args:
-            logits: (B, A, C + 1), column 0 is the background. offsets: (B, A, 4). anchors_cxcywh: (A, 4) fractions.
-            image_hw: (2,) height and width in pixels of the images that the targets' boxes belong to.
+            logits: (B, A, C + 1) of A anchors per image, column 0 is the background.
+            offsets: (B, A, 4).
+            anchors_cxcywh: (A, 4) fractions.
+            image_hw: (2,) height and width in pixels of the batch's images, to which the boxes of the targets belong.
         """
         objects = pad_objects(targets, image_hw)
         labels, index = match_anchors(anchors_cxcywh, objects, self.iou_threshold)
@@ -320,7 +339,10 @@ class SsdCriterion(nn.Module):
         return losses, {"positives": (num_positive, num_images)}
 
     def balance_losses(self, reduced: Mapping[str, float]) -> None:
-        """Adjust the weight of the regression after a step, from the step's losses reduced over window and ranks."""
+        """Adjust the weight of the regression loss after a step.
+
+        reduced: the losses of the step, reduced over its micro-batches and over all processes.
+        """
         if self.balance.steps:
             sums = [reduced[f"{name}_unscaled"] * reduced["positives/sum"] for name in self.loss_names]
             weight = self.balance.weight

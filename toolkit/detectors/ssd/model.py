@@ -1,5 +1,5 @@
 """SSD (Liu et al., ECCV 2016) and SSDLite (Sandler et al., CVPR 2018) on any timm backbone, as CVNets builds them, and
-torchvision's own, with our criterion and its denominators."""
+torchvision's own two. All of them use the criterion and the denominators of this toolkit."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,15 +30,17 @@ WHOLE_IMAGE = -1  # stride of the level that sees the whole image in one cell
 
 
 class SSD(Detector):
-    """Anchors at several strides, each with class scores and box offsets; the background is a class added inside.
+    """Anchors at several strides, each with class scores and box offsets. The background is a class that the detector
+    adds.
 
-    It ignores padding, so the images of a batch must all have one size, a multiple of `stride`, and fill it; the size
-    need not be square, and may change from batch to batch.
+    SSD does not mask padding, so all images of a batch must have one size, a multiple of `stride`, and fill it. The
+    size need not be square, and may change from batch to batch.
 
     Settings: see `SsdOptions`; norms "group" and "sync" hold for the heads as well.
 
     Raises:
-        BadInput: unknown backbone, one without such strides, lists of unequal length, unavailable weights.
+        BadInput: the backbone is unknown or does not have such strides, lists have unequal lengths, or the weights
+            cannot be loaded.
     """
 
     Options = SsdOptions
@@ -155,7 +157,7 @@ class SSD(Detector):
         return nn.Sequential(*layers)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return scores and offsets of every anchor.
+        """Return class scores and box offsets of each of A anchors.
 
         Args:
             images: `(B, 3, H, W)` uint8.
@@ -163,8 +165,8 @@ class SSD(Detector):
             targets: not needed.
 
         Returns:
-            `logits (B, A, C + 1)`, the background first; `offsets (B, A, 4)`; and of the image size `anchors (A, 4)`
-            cxcywh as fractions of the image and `image_hw (2,)` pixels.
+            `logits (B, A, C + 1)`, the background first; `offsets (B, A, 4)`; `anchors (A, 4)` cxcywh as fractions of
+            the image; `image_hw (2,)`, height and width of the batch's images in pixels.
         """
         dtype = next(self.backbone.parameters()).dtype
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype)
@@ -187,10 +189,10 @@ class SSD(Detector):
     @torch.compiler.disable
     @torch.no_grad()
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Return anchors (A, 4) cxcywh, fractions of images of (h, w) pixels, and that size (2,), on `device`; they are
-        cached.
+        """Return the A anchors (A, 4) cxcywh, as fractions of images of (h, w) pixels, and that size as a tensor (2,),
+        on `device`. Both are cached.
 
-        The backbone runs once to measure its maps: MobileViT-v2, for one, rounds to whole patches.
+        The backbone runs once for each new size to measure its maps: MobileViT-v2, for one, rounds to whole patches.
         """
         key = (*image_hw, str(device))
         if key not in self._anchors:
@@ -218,7 +220,7 @@ class SSD(Detector):
         return torch.cat(anchors)
 
     def map_taps(self) -> list[MapTap]:
-        """Return the backbone's taps; the levels after it are too coarse to localise a box."""
+        """Return the taps of the backbone's maps only; the levels after them are too coarse to localise a box."""
         return [MapTap(self.backbone, self.strides[: len(self.map_widths)], self.map_widths)]
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,14 +238,15 @@ class SSD(Detector):
         return denormalize_boxes(boxes, sizes_hw)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return this batch's number of positive anchors, from CPU targets; see `SsdCriterion.denominators`."""
+        """Return the number of positive anchors of this batch, computed from targets on the CPU; see
+        `SsdCriterion.denominators`."""
         largest = torch.stack([target["size"] for target in targets]).amax(dim=0).tolist()
         padded_hw = [-(-side // self.stride) * self.stride for side in largest]  # to multiples of the stride
         anchors, image_hw = self.anchors(padded_hw, "cpu")
         return self.multibox.denominators(anchors, targets, image_hw)
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses and metrics `(losses, metrics)` of `forward`'s outputs; see `SsdCriterion.forward`."""
+        """Return `(losses, metrics)` for the outputs of `forward`; see `SsdCriterion.forward`."""
         parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
         return self.multibox(*parts, targets, denominators)
 
@@ -282,9 +285,12 @@ class SSD(Detector):
 
 
 def square_in_pixels(anchors: Tensor, image_hw: Sequence[int], clip: bool) -> Tensor:
-    """Convert anchors (A, 4) cxcywh, whose sides are fractions of a square's, for an image of (h, w): those of aspect 1
-    become squares in pixels, and all keep their area. They are clipped to [0, 1] if `clip`; square images leave them
-    unchanged."""
+    """Convert A anchors (A, 4) cxcywh, whose sides are fractions of a square image, to anchors for an image of (h, w)
+    pixels.
+
+    Anchors of aspect ratio 1 become squares in pixels, and all anchors keep their area. They are clipped to [0, 1] if
+    `clip` is true. For square images, the anchors are returned unchanged.
+    """
     height, width = image_hw
     if height == width:
         return anchors
@@ -302,12 +308,13 @@ class SSDLite(SSD):
 
 
 class SSD300(SSD):
-    """torchvision's `ssd300_vgg16`: its state dict is torchvision's, name by name, and so are its boxes.
+    """torchvision's `ssd300_vgg16`: the state dict has torchvision's names, and equal weights give equal boxes.
 
     Settings: see `Ssd300Options`. Images must all have one size and fill it: 300 x 300 px in the published weights.
 
     Raises:
-        BadInput: `pretrained_backbone`: torchvision's weights are those of whole detectors, given as `pretrained`.
+        BadInput: `pretrained_backbone` is given. torchvision publishes weights of whole detectors, which `pretrained`
+            takes.
     """
 
     Options = Ssd300Options
@@ -344,7 +351,7 @@ class SSD300(SSD):
         return Detector.resolved_options(self)
 
     def map_taps(self) -> list[MapTap]:
-        """Return taps of the three finest levels; the others are too coarse to localise a box."""
+        """Return the taps of the three finest levels; the others are too coarse to localise a box."""
         widths = []
         for head in self.head.classification_head.module_list[:3]:
             convolutions = (module for module in head.modules() if isinstance(module, nn.Conv2d))
@@ -381,7 +388,7 @@ class SSD300(SSD):
 
 
 class SSDLite320(SSD300):
-    """torchvision's `ssdlite320_mobilenet_v3_large`. Settings: see `Ssdlite320Options`; see `SSD300`."""
+    """torchvision's `ssdlite320_mobilenet_v3_large`, used as `SSD300`. Settings: see `Ssdlite320Options`."""
 
     Options = Ssdlite320Options
     builder = staticmethod(ssdlite320_mobilenet_v3_large)
@@ -390,7 +397,7 @@ class SSDLite320(SSD300):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm that takes its running statistics if a batch has one value per channel, and so no variance."""
+    """Batch norm that uses its running statistics for a batch with one value per channel, which has no variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.numel() == x.shape[1]:
@@ -406,7 +413,8 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 def conv(width: int, out_width: int, kernel: int, *, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Module:
-    """Build convolution, batch norm and, if `act`, ReLU; the size is kept, or divided by the stride and rounded up."""
+    """Build a convolution without bias, a batch norm and, if `act` is true, a ReLU. Height and width are kept, or
+    divided by the stride and rounded up."""
     convolution = nn.Conv2d(
         width,
         out_width,

@@ -1,4 +1,4 @@
-"""Training augmentation of SSD (Liu et al., ECCV 2016, section 2.2): the pixels are resized once.
+"""Training augmentation of SSD (Liu et al., ECCV 2016, section 2.2), which resizes the pixels only once.
 
 Zoom-out, IoU crop and flip only determine the visible region; it is rendered in one resize to the size of the batch,
 followed by the photometric distortion.
@@ -19,10 +19,10 @@ class SsdTransform:
     """`(image, target, generator, size_hw) -> (image, target)` for `toolkit.data.sampling.VariableSizes`.
 
     Args:
-        zoom_out: half of the images lie on a canvas of up to so many times their sides; 1: none.
-        iou_crop: see `draw_iou_crop`.
-        flip: half of the images are mirrored left to right.
-        photometric: see `PhotometricDistortion`.
+        zoom_out: half of the images are placed on a canvas of up to this many times their sides; 1: none.
+        iou_crop: crop images as `draw_iou_crop` does.
+        flip: mirror half of the images left to right.
+        photometric: apply `PhotometricDistortion`.
     """
 
     zoom_out: float = 4.0

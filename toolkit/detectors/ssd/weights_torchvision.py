@@ -1,6 +1,6 @@
-"""Weights of torchvision's SSD and SSDLite, whose state dicts are ours name by name.
+"""Weights of torchvision's SSD and SSDLite, whose tensors have the same names here.
 
-They are `ssd300_vgg16_coco-*.pth` and `ssdlite320_mobilenet_v3_large_coco-*.pth`.
+The files are `ssd300_vgg16_coco-*.pth` and `ssdlite320_mobilenet_v3_large_coco-*.pth`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ MARKS = {
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether these are names of one of the two detectors."""
+    """Return whether the names of these tensors are those of one of torchvision's two detectors."""
     return _architecture(state) is not None
 
 
@@ -30,7 +30,7 @@ def _architecture(state: Mapping[str, Tensor]) -> str | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """Return the detector that these tensors belong to."""
+    """Return the architecture and class names of the detector that these tensors belong to. `file` is not used."""
     architecture = _architecture(state)
     marks, rows = MARKS[architecture]
     classes = len(state[marks[-1]]) // rows - 1
@@ -38,5 +38,5 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as they are."""
+    """Return a copy of the state dict; torchvision's tensors already have our names."""
     return dict(state)

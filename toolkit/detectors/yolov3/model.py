@@ -46,7 +46,11 @@ def conv_bn_leaky(in_channels: int, out_channels: int, kernel_size: int) -> nn.S
 
 
 class DetectionBlock(nn.Module):
-    """Body of five convolutions, which the next level continues from, and the tip that the prediction is made from."""
+    """The head of one level: `body`, five convolutions, whose output the next level continues from, and `tip`, one more
+    convolution, from whose output the prediction is made.
+
+    in_channels: of the input. channels: of the output of `body`; the output of `tip` has twice as many.
+    """
 
     def __init__(self, in_channels: int, channels: int):
         super().__init__()
@@ -63,17 +67,18 @@ class DetectionBlock(nn.Module):
 class YOLOv3(Detector):
     """The detector YOLOv3: from images to raw predictions, losses and boxes.
 
-    Heads start as in GluonCV: convolutions U(-0.07, 0.07), biases 0, norms 1 and 0. The backbone starts as timm has it.
+    Heads start as in GluonCV: convolutions from U(-0.07, 0.07), biases 0, batch norms with weight 1 and bias 0. The
+    backbone starts as timm initialises it.
 
     Args:
         class_names: C names, in the order of the labels.
         options: settings, see `Yolov3Options`; norms "group" and "sync" hold for the heads as well.
-        features: in place of the timm backbone: a module with timm's features_only interface and three maps of strides
-            8, 16, 32.
+        features: a module to use instead of the timm backbone, with timm's features_only interface and three maps of
+            strides 8, 16, 32.
 
     Raises:
-        BadInput: unknown backbone, one without feature maps of strides 8, 16 and 32, unavailable weights, a slope that
-            must be given, invalid anchors.
+        BadInput: the backbone is unknown or does not have feature maps of strides 8, 16 and 32, weights cannot be
+            loaded, `leaky_slope` is not set though the backbone's weights need it, or the anchors are invalid.
     """
 
     Options = Yolov3Options
@@ -148,9 +153,11 @@ class YOLOv3(Detector):
             biases[:, 4] = math.log(objectness_prior / (1 - objectness_prior))
 
     def raw_maps(self, pixels: Tensor) -> list[Tensor]:
-        """Return three maps (B, A * (5 + C), H / s, W / s), s = 32, 16, 8, of normalised images (B, 3, H, W).
+        """Return three maps (B, A * (5 + C), H / stride, W / stride) of strides 32, 16, 8 for normalised images (B, 3,
+        H, W).
 
-        Channels: anchor by anchor tx, ty, tw, th, objectness, classes. Raises ValueError unless 32 divides H and W.
+        The channels are tx, ty, tw, th, objectness and classes of each of the A anchors, anchor by anchor. Raises
+        ValueError unless 32 divides H and W.
         """
         if pixels.shape[-2] % 32 or pixels.shape[-1] % 32:
             raise ValueError(f"YOLOv3 needs images whose sides are multiples of 32, got {tuple(pixels.shape[-2:])}")
@@ -168,9 +175,10 @@ class YOLOv3(Detector):
         return maps
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[dict] | None = None) -> dict[str, Tensor]:
-        """Return raw maps of uint8 images (B, 3, H, W) whose pixels beyond `sizes` (B, 2) are padding.
+        """Return raw maps of uint8 images (B, 3, H, W) whose pixels beyond `sizes` (B, 2), height and width, are
+        padding.
 
-        Returns `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
+        The dict has `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
         """
         maps = self.raw_maps(normalize_images(images, sizes, self.mean, self.std))
         outputs = {f"raw_stride{stride}": level for stride, level in zip(STRIDES, maps, strict=True)}
@@ -178,8 +186,8 @@ class YOLOv3(Detector):
         return outputs
 
     def flat_predictions(self, maps: Sequence[Tensor]) -> tuple[Tensor, Grid]:
-        """Convert maps of strides 32, 16, 8 to (B, N, 5 + C) in at least float32, and return the grid of the N
-        predictions."""
+        """Convert the raw maps of strides 32, 16, 8 to N predictions per image, (B, N, 5 + C) in at least float32, and
+        return them with their `Grid`."""
         height, width = maps[0].shape[-2:]  # of stride 32
         grid = make_grid((height * 32, width * 32), self.anchors)
         per_cell = self.anchors.shape[1]
@@ -217,9 +225,10 @@ class YOLOv3(Detector):
         targets: Sequence[dict],
         denominators: Mapping[str, Tensor | float],
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-        """Return losses of this micro-batch, sums / denominators["images"], and metrics as (sum, count).
+        """Return losses of this micro-batch, sums divided by denominators["images"], and metrics as (sum, count).
 
-        class_error: per cent of the assigned predictions whose best class is wrong. box_iou: their IoU with the box.
+        class_error: per cent of the assigned predictions whose best class is wrong. box_iou: IoU of the assigned
+        predictions with their annotated boxes.
         """
         maps = [outputs[f"raw_stride{stride}"] for stride in STRIDES]
         predictions, grid = self.flat_predictions(maps)
@@ -283,7 +292,7 @@ def _checked_anchors(anchors: Sequence) -> Tensor:
 
 
 def class_scores(predictions: Tensor) -> Tensor:
-    """Return (B, N, C) = sigmoid(class) * sigmoid(objectness) of raw predictions (B, N, 5 + C)."""
+    """Return the scores (B, N, C), sigmoid(class) * sigmoid(objectness), of N raw predictions (B, N, 5 + C)."""
     of_classes = predictions[..., 5:].sigmoid()
     objectness = predictions[..., 4:5].sigmoid()
     return of_classes * objectness
@@ -297,14 +306,18 @@ def class_nms(
     topk: int,
     score_threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run GluonCV's box_nms: keep the `topk` best of all classes together, then suppress within each class.
+    """Run GluonCV's box_nms: keep the `topk` best scores of all classes together, then suppress within each class.
 
     Args:
-        boxes, scores: (B, N, 4) xyxy and (B, N, C) >= 0.
+        boxes: (B, N, 4) xyxy.
+        scores: (B, N, C), at least 0.
+        grid: the grid of the N predictions.
+        nms_threshold: IoU above which the lower-scoring of two boxes of a class is suppressed.
+        topk: K, the number of scores to keep.
+        score_threshold: scores up to this value are suppressed.
 
-    Returns boxes (B, K, 4), scores, labels (B, K), best first, and keep (B, K), True for those with a score above
-    `score_threshold` that no better one of their class overlaps by an IoU above `nms_threshold`. Equal scores come in
-    GluonCV's order: level, class, cell, anchor.
+    Returns boxes (B, K, 4), scores and labels (B, K), best first, and keep (B, K), False for suppressed rows. Equal
+    scores are in GluonCV's order: level, class, cell, anchor.
     """
     num_classes = scores.shape[2]
     order = None if torch.compiler.is_exporting() else _class_major_order(grid, num_classes).flatten()

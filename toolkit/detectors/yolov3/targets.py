@@ -1,7 +1,8 @@
 """YOLOv3's anchors, target assignment and losses, as GluonCV 0.10 defines them, without a Python loop over boxes.
 
-Predictions of all levels are one flat axis of N: the deepest level (stride 32) first, within a level row by row, within
-a cell anchor by anchor: n = (anchors of the earlier levels) + (row * width + column) * A + anchor.
+The predictions of all levels lie along one axis of length N: the deepest level (stride 32) first, within a level row by
+row, within a cell anchor by anchor. Of A anchors per cell, the index is n = (predictions of the earlier levels) + (row
+* width + column) * A + anchor.
 Redmon & Farhadi, YOLOv3, 2018; gluoncv.model_zoo.yolo.yolo_target and gluoncv.loss.YOLOV3Loss.
 """
 
@@ -24,9 +25,9 @@ PAIRS_PER_CHUNK = 2**26
 
 @dataclass(frozen=True)
 class Grid:
-    """The N predictions of an input of `image_hw` pixels.
+    """The positions of the N predictions for an input of `image_hw` pixels.
 
-    cells_xy: (N, 2) column and row; strides, anchors_wh: (N, 1), (N, 2) in pixels.
+    cells_xy: (N, 2) column and row of the cell. strides: (N, 1) pixels. anchors_wh: (N, 2) pixels.
     """
 
     image_hw: tuple[int, int]
@@ -36,8 +37,8 @@ class Grid:
 
 
 def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
-    """Return the grid of an input of (h, w) pixels, both multiples of 32, for anchors (3, A, 2) in pixels, on their
-    device."""
+    """Return the grid for an input of (h, w) pixels, both multiples of 32, and A anchors per level (3, A, 2), width and
+    height in pixels for strides 32, 16 and 8. It is on the device of the anchors."""
     cells_xy = []
     strides = []
     anchors_wh = []
@@ -62,7 +63,7 @@ def make_grid(image_hw: tuple[int, int], anchors: Tensor) -> Grid:
 
 
 def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
-    """Return boxes (B, N, 4) xyxy in pixels of the network input, not clipped, of raw predictions (B, N, 5 + C)."""
+    """Return boxes (B, N, 4) xyxy in pixels of the network input, not clipped, for raw predictions (B, N, 5 + C)."""
     tx, ty, tw, th = predictions[..., :4].movedim(-1, 0).contiguous()  # planes (B, N): far faster than slices of rows
     column, row = grid.cells_xy.unbind(1)
     anchor_w, anchor_h = grid.anchors_wh.unbind(1)
@@ -76,14 +77,15 @@ def decode_boxes(predictions: Tensor, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class AnchorAssignment:
-    """The predictions that the T boxes of a batch are assigned to, and their targets.
+    """The predictions that the T boxes of a batch are assigned to, and the targets of these predictions.
 
     image, index: (T,) int64, image in the batch and prediction of that image.
-    kept: (T,) bool, False for crowd regions and for boxes overwritten by a later one of the same cell and anchor.
-    ratio: (T,) mixup ratio (1 without mixup) of the kept boxes, 0 of the others: the weight of all their terms.
-    center, scale: (T, 2) targets: fraction within the cell, log of size / anchor. weight: (T,) 2 - w * h / (W * H).
-    boxes, labels, crowd: (T, 4), (T,), (T,) bool, as given.
-    counts: boxes of each image.
+    kept: (T,) bool, False for crowd regions, and for boxes followed by another one with the same cell and anchor.
+    ratio: (T,) weight of all loss terms of a box: its mixup ratio (1 without mixup) if kept, else 0.
+    center, scale: (T, 2) targets: position within the cell (0 to 1), log of size / anchor.
+    weight: (T,) weight of box losses, 2 minus the area of the box as a share of the image's.
+    boxes, labels, crowd: (T, 4) xyxy pixels, (T,), (T,) bool, as given in the targets.
+    counts: number of boxes of each image.
     """
 
     image: Tensor
@@ -100,16 +102,17 @@ class AnchorAssignment:
 
 
 def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, grid: Grid) -> AnchorAssignment:
-    """Assign each box to the cell of its centre and to the anchor, of all levels, that is nearest to it in shape.
+    """Assign each box to the cell of its centre and to the anchor, of all levels, with the most similar width and
+    height (largest IoU on a common centre).
 
     Args:
         targets: one dict per image with boxes (n, 4) xyxy pixels, labels (n,), and optionally iscrowd (n,) and the
             mixup ratios `mixup` (n,).
-        sizes_hw: (B, 2) pixels of each image without its padding; box weights are relative to it.
-        anchors: (3, A, 2) pixels. Ties in IoU, and boxes without width or height, take the lowest one.
+        sizes_hw: (B, 2) height and width of each image without its padding; box weights are relative to it.
+        anchors: (3, A, 2) pixels. Of anchors with equal IoU the first is chosen, and so it is for boxes without area.
 
-    A centre on or beyond the right or lower border belongs to the last cell. Of boxes in the same cell and anchor the
-    last wins. Nothing here reads from the device.
+    A centre on or beyond the right or lower border belongs to the last cell. Of several boxes with the same cell and
+    anchor only the last is kept. Nothing is read from the device.
     """
     device = anchors.device
     dtype = anchors.dtype
@@ -195,15 +198,16 @@ def objectness_targets(
     grid: Grid,
     ignore_iou: float,
 ) -> Tensor:
-    """Return the target (B, N) of each prediction: the mixup ratio (1 without mixup) if a box is assigned, else 0 or
-    -1.
+    """Return the target (B, N) of each prediction: the mixup ratio (1 without mixup) if a box is assigned to it, else
+    0, or -1 if it is ignored.
 
-    -1 is ignored: predictions whose box has an IoU above `ignore_iou` with any box of the image, or lies for more than
-    that share of its area in a crowd region, and cells that begin in the padding of an image smaller than the batch.
+    Ignored are predictions whose box has an IoU above `ignore_iou` with any box of the image, or lies with more than
+    this share of its area in a crowd region, and predictions of cells that begin in the padding of an image smaller
+    than the batch.
 
     Args:
         pred_boxes: (B, N, 4) xyxy pixels.
-        sizes_hw: (B, 2) pixels of each image without its padding.
+        sizes_hw: (B, 2) height and width of each image without its padding.
     """
     ignored = _covered(pred_boxes, assigned, ignore_iou) | in_padding(sizes_hw, grid)
     flat = assigned.image * pred_boxes.shape[1] + assigned.index
@@ -215,8 +219,10 @@ def objectness_targets(
 
 
 def in_padding(sizes_hw: Tensor, grid: Grid) -> Tensor:
-    """Return a (B, N) bool mask of predictions of cells that begin beyond the size (h, w) of an image in a padded
-    batch."""
+    """Return a (B, N) bool mask, True for predictions of cells that begin in the padding of their image.
+
+    sizes_hw: (B, 2) height and width of each image without its padding.
+    """
     begin_xy = grid.cells_xy * grid.strides  # (N, 2) pixels
     sizes_wh = sizes_hw.flip(1)[:, None].to(begin_xy)  # (B, 1, 2)
     return (begin_xy >= sizes_wh).any(dim=-1)
@@ -255,7 +261,8 @@ def _over_threshold(left, top, right, bottom, x0, y0, x1, y1, factor, gt_area) -
 
 
 def class_targets(labels: Tensor, num_classes: int, label_smoothing: bool) -> Tensor:
-    """Return (T, C): 1 for the class and 0 for the others, or 1 - s and s with s = min(1 / C, 1 / 40)."""
+    """Return the class targets (T, C) for the labels (T,) of T boxes: 1 for the class and 0 for the others, or, with
+    label smoothing, 1 - s and s, where s = min(1 / C, 1 / 40)."""
     smooth = min(1 / num_classes, 1 / 40) if label_smoothing else 0.0
     one_hot = labels[:, None] == torch.arange(num_classes, device=labels.device)
     return torch.where(one_hot, 1 - smooth, smooth)
@@ -276,8 +283,9 @@ def yolov3_losses(
         labelled: (B, C) bool, the classes that each image labels; None: all.
 
     loss_obj: binary cross-entropy of every prediction that is not ignored.
-    loss_center: 2 - w * h times binary cross-entropy of sigmoid(tx, ty); loss_scale: the same times |tw, th - target|;
-    loss_cls: binary cross-entropy of all classes; these three of predictions with a box only.
+    loss_center: binary cross-entropy of sigmoid(tx, ty). loss_scale: L1 distance of tw, th from their targets. Both are
+    weighted by 2 - w * h, the area of the box as a share of the image's. loss_cls: binary cross-entropy of all classes.
+    These three losses are computed for predictions with an assigned box only.
     """
     is_negative = (objectness == 0).to(objectness.dtype)
     weight = torch.where(objectness > 0, objectness, is_negative)
@@ -332,10 +340,13 @@ def kmeans_anchors(
     """Compute anchors by k-means with 1 - IoU of centred boxes as distance (Redmon & Farhadi, YOLO9000, section 2).
 
     Args:
-        sizes_wh: (n, 2) box sizes in pixels of the network input, all positive, n >= clusters.
+        sizes_wh: (n, 2) widths and heights of boxes in pixels of the network input, all positive, n >= clusters.
+        clusters: number of anchors.
+        seed: of the k-means++ start; equal seeds give equal anchors.
+        rounds: largest number of iterations.
 
-    Returns (clusters, 2) float64 from small to large area, and the mean over boxes of the IoU with the nearest anchor.
-    Centres are medians, which outliers move less than means. Deterministic for a seed; k-means++ start.
+    Returns (clusters, 2) float64 widths and heights, from small to large area, and the mean over boxes of the IoU with
+    the nearest anchor. Cluster centres are medians, which outliers move less than means.
     """
     sizes = np.asarray(sizes_wh, dtype=np.float64)
     generator = np.random.default_rng(seed)
@@ -360,7 +371,8 @@ def kmeans_anchors(
 
 
 def shape_iou(sizes1_wh: np.ndarray, sizes2_wh: np.ndarray) -> np.ndarray:
-    """Return the IoU (n, k) of positive box sizes (n, 2) and (k, 2) put on a common centre."""
+    """Return the IoU (n, k) of boxes with sizes (n, 2) and (k, 2), width and height, put on a common centre. Sizes must
+    be positive."""
     inner = np.minimum(sizes1_wh[:, None], sizes2_wh[None]).prod(axis=2)
     area1 = sizes1_wh.prod(axis=1)[:, None]
     area2 = sizes2_wh.prod(axis=1)[None]

@@ -1,8 +1,8 @@
 """Training augmentation of YOLOv3 as GluonCV orders it: colour, expand, constrained crop, resize, flip; all in uint8.
 
-Interface as in `geometry`; the whole recipe takes the size of the batch as one more argument. Ranges are
-those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2); docs/differences.md lists the
-differences.
+The transforms have the interface of `toolkit.data.transforms.geometry`; the whole recipe has the size of the batch as
+one more argument. Ranges are those of gluoncv `YOLO3DefaultTrainTransform` and SSD (Liu et al. 2016, section 2.2);
+docs/differences.md lists the differences.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,12 @@ INTERPOLATIONS = [Image.Resampling[name] for name in ("NEAREST", "BILINEAR", "BI
 
 @dataclass(frozen=True)
 class ColourDistortion:
-    """Brightness, then contrast before or after saturation and hue, each with `probability`.
+    """A random change of brightness, then of contrast, saturation and hue, each with `probability`; contrast comes
+    first or last of these three.
 
-    brightness: grey levels added. contrast: factor on all values. saturation: factor on the distance from grey.
-    hue: turns. Values saturate at 0 and 255.
+    brightness: largest number of grey levels added or subtracted. contrast: range of the factor on all values.
+    saturation: range of the factor on the distance from grey. hue: largest change in turns. Values are clipped to 0 and
+    255.
     """
 
     brightness: float = 32.0
@@ -64,8 +66,8 @@ class ColourDistortion:
 
 @dataclass(frozen=True)
 class RandomExpand:
-    """Expansion, with `probability`: the image somewhere on a canvas of up to `max_ratio` times its sides, else
-    FILL_RGB."""
+    """An expansion, with `probability`: the image is placed at random on a canvas of up to `max_ratio` times its sides,
+    which is filled with FILL_RGB."""
 
     max_ratio: float = 4.0
     probability: float = 0.5
@@ -90,12 +92,15 @@ class RandomExpand:
 
 @dataclass(frozen=True)
 class ConstrainedCrop:
-    """A crop to a region of the image that overlaps all boxes by one of several IoUs, or the whole image (SSD's
-    sampling).
+    """A random crop to a region that overlaps all boxes by one of several IoUs, or the whole image (SSD's sampling).
 
-    For each of `constraints`, (least, largest) IoU of every box with the region, the first of `trials` random regions
-    that meets it is a candidate, the whole image is another; one candidate that holds the centre of a box is taken.
-    Boxes with their centre in it stay, clipped. Without boxes: a random region.
+    For each entry of `constraints`, the smallest and largest IoU allowed between any box and the region, up to `trials`
+    random regions are drawn, and the first that meets it is a candidate. The whole image is a candidate too. One
+    candidate is chosen at random among those that contain the centre of a box. Boxes with their centre in the region
+    are kept, clipped to it. Without boxes, a random region is cut.
+
+    min_scale: smallest side of a region relative to the image, at equal aspect. max_aspect: largest ratio of the sides
+    of a region, relative to those of the image.
     """
 
     min_scale: float = 0.3
@@ -104,7 +109,8 @@ class ConstrainedCrop:
     trials: int = 50
 
     def draw(self, boxes: Tensor, size_hw: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-        """Return the region (top, left, height, width) to cut from an image of `size_hw` with boxes (N, 4) xyxy."""
+        """Draw the region (top, left, height, width) to cut from an image of `size_hw` pixels with boxes (N, 4)
+        xyxy."""
         regions = self._random_regions(size_hw, generator)
         if not len(boxes):
             return tuple(regions[0, 0].tolist())
@@ -147,7 +153,8 @@ class ConstrainedCrop:
 
 @dataclass(frozen=True)
 class Yolov3Transform:
-    """`steps`, a resize to exactly the batch's size, one of five interpolations drawn at random, and a flip."""
+    """A transform of `steps`, a resize to exactly the batch's size by one of five interpolations drawn at random, and a
+    horizontal flip with `flip_probability`."""
 
     steps: Sequence[Transform]
     flip_probability: float = 0.5
@@ -168,8 +175,11 @@ def yolov3_transform(
     iou_crop: bool = False,
     flip: bool = False,
 ) -> Transform:
-    """Build GluonCV's recipe, or the requested part of it (there zoom_out is 4); with zoom_out 1 and nothing else, a
-    plain resize."""
+    """Build GluonCV's recipe, or parts of it: each argument adds a step. With the defaults, it is a plain resize.
+
+    photometric: `ColourDistortion`. zoom_out: `RandomExpand` by up to this ratio, if above 1 (4 in GluonCV). iou_crop:
+    `ConstrainedCrop`. flip: a horizontal flip of half of the images.
+    """
     if not (photometric or zoom_out > 1 or iou_crop or flip):
         return ThenResize()
     steps = []
@@ -183,7 +193,8 @@ def yolov3_transform(
 
 
 def resize_by(image: Tensor, target: Target, size_hw: tuple[int, int], method: Image.Resampling) -> Sample:
-    """Resize to exactly `size_hw` by one of Pillow's filters, which widen when they shrink an image."""
+    """Resize an image and its target to exactly `size_hw` by one of Pillow's filters, which average over more pixels
+    when they shrink an image."""
     target = resize_target(target, tuple(image.shape[-2:]), size_hw)
     if tuple(image.shape[-2:]) == tuple(size_hw):
         return image, target

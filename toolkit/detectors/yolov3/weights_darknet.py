@@ -1,7 +1,8 @@
-"""Darknet's `yolov3.weights` and `darknet53.conv.74`: a header and the numbers of every convolution in the order of the
-network, as `yolov3` on timm's Darknet-53.
+"""Darknet's `yolov3.weights` and `darknet53.conv.74`, which become a `yolov3` on timm's Darknet-53. These files have a
+header and the numbers of every convolution, in the order of the network.
 
-Of a convolution: bias, or of its batch norm bias, weight, running mean and variance; then the kernel (out, in, h, w).
+Each convolution has its bias, or bias, weight, running mean and variance of its batch norm, followed by its kernel
+(out, in, h, w).
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,8 @@ NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the 
 
 
 def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Return (name of the convolution, of its norm, shape) in Darknet's order."""
+    """Yield the layers of Darknet-53 in the file's order: our name of the convolution, our name of its batch norm, and
+    the shape of its kernel."""
     yield "backbone.stem_conv1.conv", "backbone.stem_conv1.bn", (32, 3, 3, 3)
     for stage, blocks in enumerate(BLOCKS):
         width = 64 * 2**stage
@@ -32,7 +34,8 @@ def backbone_layers() -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def head_layers(classes: int, anchors: int = 3) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
-    """Return the same for the heads at strides 32, 16 and 8; predictions have no norm."""
+    """Yield the layers of the heads at strides 32, 16 and 8, in the form of `backbone_layers`; the norm of a prediction
+    is None."""
     for level, width in enumerate((512, 256, 128)):
         if level:
             yield f"transitions.{level - 1}.0", f"transitions.{level - 1}.1", (width, 2 * width, 1, 1)
@@ -54,10 +57,10 @@ def _size(layers) -> int:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Read the numbers of a file, `{"darknet": (N,) float32}`.
+    """Read the numbers of a file as one tensor, `{"darknet": (N,) float32}`.
 
     Raises:
-        BadInput: it is not a file of Darknet weights.
+        BadInput: the file is too short for Darknet weights, or ends in the middle of a number.
     """
     raw = path.read_bytes()
     if len(raw) < 20:
@@ -72,12 +75,13 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether this is the result of `read`."""
+    """Return whether this dict is a result of `read`."""
     return list(state) == ["darknet"]
 
 
 def classes_of(numbers: int) -> int | None:
-    """Return the number of classes of a YOLOv3 with this many weights; 0: Darknet-53 alone; None: neither."""
+    """Return the number of classes of a YOLOv3 on Darknet-53 with this many weights; 0 if it is the number of
+    Darknet-53 alone, None if it is neither."""
     backbone = _size(backbone_layers())
     heads = _size(head_layers(0))
     if numbers == backbone:
@@ -88,10 +92,12 @@ def classes_of(numbers: int) -> int | None:
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """Describe the detector that these weights belong to.
+    """Return the architecture, settings and class names of the detector that these weights belong to. `file` is for the
+    error.
 
     Raises:
-        BadInput: another network than YOLOv3 and Darknet-53: the file does not say which.
+        BadInput: the number of weights is neither that of a YOLOv3 nor that of Darknet-53. The file does not name its
+            network.
     """
     classes = classes_of(len(state["darknet"]))
     if classes is None:
@@ -109,7 +115,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the numbers as tensors under our names."""
+    """Return the numbers of the file as tensors under our names."""
     numbers = state["darknet"]
     classes = classes_of(len(state["darknet"]))
     layers = list(backbone_layers())

@@ -1,4 +1,4 @@
-"""GluonCV's `yolo3_darknet53_*.params`, read without MXNet, as `yolov3`.
+"""GluonCV's `yolo3_darknet53_*.params`, which become a `yolov3`. They are read without MXNet.
 
 The file is MXNet's list of arrays (`NDArray::Save`), little endian: magic number 0x112 and a reserved number (8 bytes
 each), the number of arrays (8), the arrays, the number of names (8), the names, each after its length (8). An array:
@@ -30,7 +30,7 @@ def read(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name.
 
     Raises:
-        BadInput: it is not such a file, or its content cannot be read without MXNet.
+        BadInput: the file is not a list of MXNet arrays, or has sparse arrays or an unknown type of number.
     """
     raw = path.read_bytes()
     try:
@@ -78,12 +78,13 @@ def _parse_params(raw: bytes) -> dict[str, Tensor]:
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether the names are GluonCV's."""
+    """Return whether the names of these tensors are those of GluonCV's YOLOv3 on Darknet-53."""
     return "stages.0.0.0.weight" in state and "yolo_outputs.0.prediction.weight" in state
 
 
 def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """Describe the detector that these tensors belong to."""
+    """Return the architecture, settings and class names of the detector that these tensors belong to. `file` is not
+    used."""
     rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     options = {
         "backbone": "darknet53",
@@ -95,7 +96,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
 
 
 def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
-    """Return (our name, GluonCV's) of every tensor of YOLOv3 on Darknet-53."""
+    """Yield our name and GluonCV's name of every tensor of a YOLOv3 on Darknet-53."""
     for conv, norm, _ in [*darknet.backbone_layers(), *darknet.head_layers(classes)]:
         yield f"{conv}.weight", f"{_theirs(conv)}.weight"
         if norm is None:
@@ -121,7 +122,7 @@ def _theirs(name: str) -> str:
 
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the publisher's tensors under our names; anchors and offsets are not weights and are left out."""
+    """Return the publisher's tensors under our names, without anchors and grid offsets, which are not weights."""
     classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     tensors = {}
     for our_name, their_name in tensor_names(classes):

@@ -1,4 +1,4 @@
-"""Relation heads by name: from the objects of an image to the predicates between them."""
+"""Relation heads by name. A relation head predicts the predicates between the objects of an image."""
 
 from torch import Tensor, nn
 
@@ -20,15 +20,19 @@ RELATION_HEADS = (
 
 
 def build_relation_head(name: str, mode: str, sizes: HeadSizes, log_frequency: Tensor, **options) -> nn.Module:
-    """Build the head of that name.
+    """Build the relation head of this name.
 
-    All heads take a RelationBatch and give a RelationOutput, and have `loss_names` and `of_labels`, the parts that only
-    classify the objects. `vtranse` is the causal head with the VTransE context and no effect, `react` a `penet` that
-    keeps the detector's labels.
+    All heads convert a RelationBatch to a RelationOutput, and have `loss_names` and `of_labels`, the names of the parts
+    that only classify the objects. `vtranse` is the causal head with the VTransE context and without an effect; `react`
+    is a `penet` that keeps the detector's labels.
 
-    mode: predcls, sgcls or sgdet. log_frequency: (C, C, P) of the training split. options: the head's own, see its
-    constructor.
-    Raises BadInput for an unknown name.
+    Args:
+        mode: predcls, sgcls or sgdet.
+        log_frequency: (C, C, P) for C classes and P predicates, see `log_frequencies`.
+        options: arguments of the constructor of the head.
+
+    Raises:
+        BadInput: the name is unknown.
     """
     if name == "frequency":
         return FrequencyHead(mode, log_frequency)

@@ -1,7 +1,7 @@
 """Causal analysis of predicates (Tang et al., "Unbiased Scene Graph Generation from Biased Training", CVPR 2020).
 
-Three branches (context of the objects, union features, frequency of the labels) are trained together; in evaluation
-the effect of the context alone is the difference between predictions with and without it.
+Three branches (context of the objects, union features, frequency of the labels) are trained together. In evaluation,
+the effect of the context alone is the difference between the predictions with and without the context.
 """
 
 import torch
@@ -32,9 +32,10 @@ EFFECTS = ("none", "TDE", "NIE", "TE")
 
 
 class VTransEContext(ObjectContext):
-    """The empty context (VTransE, Zhang et al., CVPR 2017, as Scene-Graph-Benchmark has it).
+    """The context without exchange between objects (VTransE, Zhang et al., CVPR 2017, as in Scene-Graph-Benchmark).
 
-    It labels every object by itself, in predcls too (the given labels only enter as embedding); background may win.
+    Each object is classified by itself, in predcls too, where the given label is only part of the input. The predicted
+    class may be background.
     """
 
     def __init__(self, mode: str, sizes: HeadSizes):
@@ -45,7 +46,10 @@ class VTransEContext(ObjectContext):
         self.mean_edge_input = RunningMean(sizes.roi_dim + POSITION_DIM)
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Return object logits (N, C), labels (N,), context (N, hidden), None."""
+        """Return object logits (N, C), labels (N,), context (N, hidden), and None.
+
+        from_averages: compute them from the running means of the inputs instead of the inputs.
+        """
         position = self.position(batch_box_numbers(batch))
         embedded = label_embedding(self.embed_in, batch, self.mode)
         object_input = torch.cat([batch.roi_features, embedded, position], 1)
@@ -62,10 +66,13 @@ class VTransEContext(ObjectContext):
 class CausalHead(nn.Module):
     """The causal head with the context motifs, vctree or vtranse.
 
-    The branches are added ("sum") or the context is gated ("gate").
+    The logits of the branches are added (fusion "sum"), or those of the context are gated by the other branches
+    ("gate").
 
-    effect (an attribute, read in evaluation only): "none" is the plain prediction; TDE takes the context away, NIE the
-    labels, TE both. The reference of all three is a second pass of the context layer on running means of its inputs.
+    The attribute `effect` is used in evaluation only: "none" is the plain prediction. The others subtract a prediction
+    in which something is replaced by a reference without evidence: TDE the context; NIE the labels, with the reference
+    context on both sides; TE both. The reference comes from a second pass of the context layer on the running means of
+    its inputs.
     """
 
     def __init__(
@@ -83,8 +90,8 @@ class CausalHead(nn.Module):
     ):
         """Build the head.
 
-        use_positions: multiply the context by an embedding of 32 numbers of both boxes. separate_spatial: also
-        multiply it by the batch's `spatial_features`. effect: upper or lower case.
+        use_positions: multiply the context by an embedding of 32 numbers that describe both boxes. separate_spatial:
+        also multiply it by the batch's `spatial_features`. effect: in upper or lower case.
         """
         super().__init__()
         spelled = {name.lower(): name for name in EFFECTS}

@@ -15,7 +15,8 @@ from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, Relatio
 
 
 class IMPHead(nn.Module):
-    """The IMP head, without word vectors and frequency bias. Both sides of a round read the state before it."""
+    """The IMP head, without word vectors and frequency bias. In each round, objects and pairs both read the states from
+    before the round."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("object_out",)

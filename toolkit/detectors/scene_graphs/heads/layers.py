@@ -19,9 +19,10 @@ POSITION_DIM = 128
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Sizes of a relation head; defaults are the published ones.
+    """Sizes of a relation head; the defaults are the published ones.
 
-    num_classes, num_predicates: with background. roi_dim, union_dim: features of objects and of union boxes.
+    num_classes, num_predicates: with background. roi_dim, union_dim: width of the features of objects and of union
+    boxes.
     """
 
     num_classes: int
@@ -34,7 +35,7 @@ class HeadSizes:
 
     @property
     def object_dim(self) -> int:
-        """Return the width of `object_features`."""
+        """Return the width of the result of `object_features`."""
         return self.roi_dim + self.embed_dim + POSITION_DIM
 
 
@@ -45,12 +46,14 @@ def check_mode(mode: str) -> str:
 
 
 def class_embedding(sizes: HeadSizes) -> nn.Embedding:
-    """Build trainable vectors of the classes; see `toolkit.detectors.scene_graphs.start.start_from_words`."""
+    """Build trainable vectors of the classes. They may be set from word vectors, see
+    `toolkit.detectors.scene_graphs.start.start_from_words`."""
     return nn.Embedding(sizes.num_classes, sizes.embed_dim)
 
 
 class ObjectBatchNorm(nn.BatchNorm1d):
-    """Batch norm over objects that takes the running statistics for a batch of a single object, which has none."""
+    """Batch norm over objects that uses its running statistics for a batch of a single object, which has no
+    variance."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and len(input) < 2:
@@ -66,7 +69,7 @@ class ObjectBatchNorm(nn.BatchNorm1d):
 
 
 def position_embedding() -> nn.Sequential:
-    """Build the embedding of `box_numbers` (N, 9) -> (N, 128)."""
+    """Build the embedding of positions, from `box_numbers` (N, 9) to (N, 128)."""
     return nn.Sequential(
         nn.Linear(9, 32),
         ObjectBatchNorm(32, momentum=0.001),
@@ -80,9 +83,10 @@ def batch_box_numbers(batch: RelationBatch) -> Tensor:
 
 
 class ObjectContext(nn.Module):
-    """A context that embeds the known properties of objects; its subclasses label each and give it a context feature.
+    """The base of contexts, with embeddings of the classes and positions of objects. A subclass labels each object and
+    computes a context feature for it.
 
-    embed_in, embed_out: vectors of the classes as they come in, and of the labels that are given.
+    embed_in: vectors of the classes before labelling. embed_out: vectors of the labels that the context has assigned.
     """
 
     def __init__(self, mode: str, sizes: HeadSizes):
@@ -95,33 +99,40 @@ class ObjectContext(nn.Module):
 
 
 def label_embedding(embedding: nn.Embedding, batch: RelationBatch, mode: str) -> Tensor:
-    """Return (N, E): of the given label in predcls, else the mean over the detector's class probabilities."""
+    """Return vectors (N, E), E numbers for each object: in predcls the vector of the given label, else the mean over
+    the detector's class probabilities."""
     if mode == "predcls":
         return embedding(batch.labels)
     return batch.logits.detach().softmax(1) @ embedding.weight
 
 
 def object_features(batch: RelationBatch, embedding: nn.Embedding, position: nn.Module, mode: str) -> Tensor:
-    """Return (N, RoI + E + 128): each object's RoI feature, its `label_embedding`, and its position."""
+    """Return features (N, D) of the objects: RoI feature, `label_embedding` and embedding of the position, side by
+    side. D is `HeadSizes.object_dim`.
+
+    embedding: of the classes. position: the module of `position_embedding`, or another with its arguments.
+    """
     embedded = label_embedding(embedding, batch, mode)
     place = position(batch_box_numbers(batch))
     return torch.cat([batch.roi_features, embedded, place], 1)
 
 
 def given_labels(batch: RelationBatch, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return logits and labels of predcls."""
+    """Return object logits (N, C), which are certain of the given labels, and these labels (N,), in predcls."""
     return certain_logits(batch.labels, num_classes), batch.labels
 
 
 def best_labels(head: nn.Module, batch: RelationBatch, logits: Tensor) -> Tensor:
-    """Return (N,) the best class above background; for detected boxes in evaluation `late_labels`."""
+    """Return labels (N,) of the objects: the best class other than background, or, for detected boxes in evaluation,
+    `late_labels`."""
     if head.mode == "sgdet" and not head.training:
         return late_labels(batch, logits, head.nms_threshold)
     return logits[:, 1:].argmax(1) + 1
 
 
 def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
-    """Return the output of a head for a batch without objects: empty, but part of the graph, so that backward works."""
+    """Return the output of a head for a batch without objects. It is empty but depends on `parameter`, so that backward
+    works."""
     zero = parameter.sum() * 0.0
     device = zero.device
     return RelationOutput(
@@ -133,13 +144,15 @@ def empty_output(sizes: HeadSizes, parameter: nn.Parameter) -> RelationOutput:
 
 
 def subject_object_features(context: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Split (N, 2 D) features with a half for each role -> (R, D) of the subjects and (R, D) of the objects."""
+    """Return the features (R, D) of the subjects and of the objects of R pairs. In `context` (N, 2 D), the first half
+    of an object's 2 D features is for its role as subject, the second half for its role as object."""
     as_subject, as_object = context.chunk(2, -1)
     return as_subject[pairs[:, 0]], as_object[pairs[:, 1]]
 
 
 def split_layer(hidden_dim: int, out_dim: int) -> nn.Linear:
-    """Build the layer that makes the two roles; its initial weights are wide, as published."""
+    """Build the layer that computes features for the two roles of an object. Its initial weights have a large
+    deviation, as published."""
     layer = nn.Linear(hidden_dim, out_dim)
     nn.init.normal_(layer.weight, std=10.0 * hidden_dim**-0.5)
     nn.init.zeros_(layer.bias)
@@ -162,22 +175,24 @@ def fc(in_dim: int, out_dim: int) -> nn.Linear:
 
 
 def union_projection(sizes: HeadSizes) -> nn.Module:
-    """Build the projection of union features to the pooled size; the identity if they already have it."""
+    """Build the projection of union features to the pooled size; it is the identity if they already have this size."""
     same = sizes.union_dim == sizes.pooling_dim
     return nn.Identity() if same else xavier_linear(sizes.union_dim, sizes.pooling_dim)
 
 
 class RunningMean(nn.Module):
-    """The slowly moving mean of feature rows in training, started at 0; a batch without rows leaves it unchanged."""
+    """The slowly moving mean of feature rows in training. It starts at 0, and a batch without rows does not change
+    it."""
 
     def __init__(self, dim: int):
         super().__init__()
         self.register_buffer("value", torch.zeros(dim))
 
     def forward(self, rows: Tensor, from_averages: bool = False, counts: list[int] | None = None) -> Tensor:
-        """Return the rows, or as many rows of the mean in their place.
+        """Update the mean in training, and return the rows, or, with `from_averages`, as many copies of the mean.
 
-        counts: rows per image; the mean moves once for each image. Without counts, it moves once for the batch.
+        rows: (N, dim). counts: number of rows of each image; the mean is then updated once for each image. Without
+        counts, it is updated once for the batch.
         """
         if self.training and len(rows):
             counts = [count for count in counts or [len(rows)] if count]
@@ -192,24 +207,29 @@ class RunningMean(nn.Module):
         return self.expanded(len(rows)) if from_averages else rows
 
     def expanded(self, count: int) -> Tensor:
-        """Return the mean as (count, dim)."""
+        """Return `count` copies of the mean, (count, dim)."""
         return self.value.expand(count, -1)
 
 
 def averaged(mean: RunningMean | None, rows: Tensor, from_averages: bool, counts: list[int] | None = None) -> Tensor:
-    """Apply the `RunningMean` of a context that may have none."""
+    """Return `mean(rows, from_averages, counts)`, see `RunningMean.forward`, or the rows unchanged if `mean` is
+    None."""
     return rows if mean is None else mean(rows, from_averages, counts)
 
 
 class ContextHead(nn.Module):
-    """A head for predicates from the contexts of both objects times the union features, and the frequency bias."""
+    """A head that predicts predicates from the contexts of both objects, multiplied by the union features, plus the
+    frequency bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("context.decoder",)
 
     def __init__(self, context: nn.Module, sizes: HeadSizes, log_frequency: Tensor):
-        """Build the head. context: a batch -> object logits (N, C), labels (N,), context (N, hidden), relatedness
-        logits or None."""
+        """Build the head.
+
+        context: a module that converts a batch to object logits (N, C), labels (N,), context (N, hidden), and
+        relatedness logits (B, N_max, N_max) or None. log_frequency: (C, C, P), see `log_frequencies`.
+        """
         super().__init__()
         self.sizes = sizes
         self.context = context
@@ -220,7 +240,7 @@ class ContextHead(nn.Module):
         self.frequency = FrequencyBias(log_frequency)
 
     def roles(self, context: Tensor) -> Tensor:
-        """Return (N, 2 hidden) of the objects as subject and as object."""
+        """Return features (N, 2 hidden) of the objects, the first half as subject and the second half as object."""
         return self.split(context)
 
     def forward(self, batch: RelationBatch) -> RelationOutput:
@@ -237,7 +257,8 @@ class ContextHead(nn.Module):
 
 
 def tree_losses(related: Tensor | None, batch: RelationBatch) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return `binary_loss` of relatedness logits (B, N_max, N_max), or no loss for a context without them."""
+    """Return `binary_loss` of relatedness logits (B, N_max, N_max) as (sum, denominator) by name; {} if `related` is
+    None."""
     if related is None:
         return {}
     truth = pad_rows(batch.related.float(), batch.num_objects)

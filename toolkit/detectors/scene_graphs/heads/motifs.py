@@ -36,10 +36,13 @@ class LabelDecoder(nn.Module):
         nn.init.zeros_(self.state.bias)
 
     def forward(self, features: Tensor, batch_sizes: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return logits (N, C) and labels (N,) of packed features (N, in_dim).
+        """Return logits (N, C) and labels (N,) for packed features (N, in_dim), in the same order.
 
-        labels: (N,) packed, in training: each is the input of the next object, or the best guess where it is 0.
-        None: the best guess above background is always the input. The labels returned are these inputs.
+        Args:
+            batch_sizes: number of images that have an object at each step, see `reading_order`.
+            labels: (N,) packed, in training: each is the input for the next object of its image; where it is 0, the
+                best class is. None: the best class other than background is always the input. The labels returned are
+                these inputs.
         """
         # The input layer's part for the features is known for all steps, and its part for a label for all labels.
         from_features = F.linear(
@@ -85,7 +88,7 @@ class LabelDecoder(nn.Module):
 
 
 class MotifsContext(ObjectContext):
-    """The context of Neural Motifs, which labels the objects and gives each a context feature."""
+    """The context of Neural Motifs, which labels the objects and computes a context feature for each."""
 
     def __init__(
         self,
@@ -95,7 +98,8 @@ class MotifsContext(ObjectContext):
         nms_threshold: float = 0.5,
         keep_averages: bool = False,
     ):
-        """Build the context. keep_averages: for causal effects, see `causal`."""
+        """Build the context. keep_averages: keep running means of inputs, which causal effects need; see
+        `CausalHead`."""
         super().__init__(mode, sizes)
         self.nms_threshold = nms_threshold
         object_dim = sizes.object_dim
@@ -110,9 +114,10 @@ class MotifsContext(ObjectContext):
         self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Return object logits (N, C), labels (N,), context (N, hidden), None.
+        """Return object logits (N, C), labels (N,), context (N, hidden), and None.
 
-        from_averages: the result of decoder and edge LSTM for objects without evidence of their own.
+        from_averages: compute the results of decoder and edge LSTM from the running means of their inputs, as for
+        objects without evidence.
         """
         boxes = batch.boxes_xyxy if batch.on_host is None else batch.on_host[0]
         order, inverse, batch_sizes = reading_order(
@@ -151,7 +156,7 @@ def _run(lstm: nn.LSTM, packed: Tensor, batch_sizes: Tensor) -> Tensor:
 
 
 class MotifsHead(ContextHead):
-    """Neural Motifs."""
+    """The head of Neural Motifs."""
 
     def __init__(
         self,

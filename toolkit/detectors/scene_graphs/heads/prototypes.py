@@ -55,10 +55,10 @@ class Residual(nn.Module):
 
 
 class PrototypeHead(nn.Module):
-    """PE-Net; with `refine_objects=False` and `join="linear"` REACT.
+    """PE-Net; with `refine_objects=False` and `join="linear"`, REACT.
 
-    Losses beside the cross entropy, as published: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by
-    distance; `loss_dis` draws a pair to its prototype and from the nearest others.
+    Losses in addition to the cross-entropy, as published: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine
+    and by distance; `loss_dis` moves a pair towards its prototype and away from the nearest others.
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class PrototypeHead(nn.Module):
         join: str = "product",
         nms_threshold: float = 0.5,
     ):
-        """Build the head. dim: width of the prototype space. The predicates' own vectors are drawn from N(0, 1)."""
+        """Build the head.
+
+        dim: width of the prototype space. refine_objects: classify the objects again. join: "product" or "linear". The
+        vectors of the predicates start from N(0, 1).
+        """
         super().__init__()
         self.mode = check_mode(mode)
         self.sizes = sizes
@@ -181,7 +185,8 @@ class PrototypeHead(nn.Module):
 
 
 def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tensor]:
-    """Return logits and labels of a head that does not classify objects: the given labels, else the detector's."""
+    """Return object logits (N, C) and labels (N,) of a head that does not classify objects: the given labels in
+    predcls, else those of the detector, or, if it has none, the best by its logits."""
     if head.mode == "predcls":
         return given_labels(batch, head.sizes.num_classes)
     logits = batch.logits.detach()
@@ -191,7 +196,11 @@ def detector_labels(head: nn.Module, batch: RelationBatch) -> tuple[Tensor, Tens
 
 
 def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-    """Return the (R,) squared distance of a pair to its prototype, less the mean distance to the nearest others."""
+    """Return, for each of R pairs with D features, (R, D), the squared distance to the prototype of its label, minus
+    the mean squared distance to the `NEAREST` nearest other prototypes, (R,).
+
+    prototypes: (P, D) of the P predicates. labels: (R,).
+    """
     distances = squared_distances(pairs, prototypes)
     right = distances.gather(1, labels[:, None])[:, 0]
     wrong = distances.scatter(1, labels[:, None], math.inf).sort(1).values
@@ -202,7 +211,9 @@ def farther_than_wrong(pairs: Tensor, prototypes: Tensor, labels: Tensor) -> Ten
 def prototype_losses(
     batch: RelationBatch, alike: Tensor, close: Tensor, missed: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (sums, denominators) of the images by name: two of the prototypes, and `missed` (R,) of the pairs."""
+    """Return (sums, denominators) by name, each (B,) for the images: `l21_loss` from `alike` and `dist_loss2` from
+    `close`, two scalars that count once for each image with objects, and `loss_dis` from `missed` (R,), one term for
+    each of the R pairs."""
     has_objects = torch.tensor([float(number > 0) for number in batch.num_objects])
     images = send(has_objects, missed.device).to(missed)
     sums = of_images(missed, batch.num_pairs)
@@ -219,7 +230,8 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def squared_distances(rows: Tensor, others: Tensor) -> Tensor:
-    """Return (N, M) of (N, D) and (M, D), without the (N, M, D) differences."""
+    """Return the squared distances (N, M) between N rows (N, D) and M rows (M, D), without computing the differences
+    (N, M, D)."""
     # |a - b|^2 = |a|^2 + |b|^2 - 2 a b
     squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None]
     distances = squares - 2 * rows @ others.T

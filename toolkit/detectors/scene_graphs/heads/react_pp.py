@@ -1,7 +1,8 @@
-"""REACT++ (Neau et al., Maelic/SGG-Benchmark): REACT with attention in place of gates, and prototypes that follow.
+"""REACT++ (Neau et al., Maelic/SGG-Benchmark): REACT with attention instead of gates, and with moving prototypes.
 
-Objects attend to the classes' word vectors and union boxes to the predicates'; a pair is compared with the prototype of
-every predicate by cosine similarity. Prototypes are learned until a predicate is seen, then the mean of its pairs.
+Objects attend to the word vectors of the classes, and union boxes to those of the predicates; a pair is compared with
+the prototype of every predicate by cosine similarity. The prototype of a predicate is a learned vector until training
+has a pair with this predicate, and from then on the moving mean of its pairs.
 """
 
 import math
@@ -32,7 +33,8 @@ def linear(in_dim: int, out_dim: int) -> nn.Linear:
 
 
 class RMSNorm(nn.Module):
-    """A norm that divides rows by their root mean square, in float32: in float16 epsilon would be 0."""
+    """A norm that divides rows by their root mean square. It computes in float32, because in float16 epsilon would be
+    0."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -45,7 +47,8 @@ class RMSNorm(nn.Module):
 
 
 class GatedLayers(nn.Module):
-    """SwiGLU (Shazeer, 2020): out(dropout(silu(gate(x)) * value(x))), its width rounded up to a multiple of 8."""
+    """SwiGLU (Shazeer, 2020): out(dropout(silu(gate(x)) * value(x))). The inner width is in_dim * expansion, rounded up
+    to a multiple of 8."""
 
     def __init__(self, in_dim: int, out_dim: int, expansion: float, dropout: float):
         super().__init__()
@@ -61,7 +64,7 @@ class GatedLayers(nn.Module):
 
 
 class GatedResidual(nn.Module):
-    """The residual layer norm(x + gated layers of x)."""
+    """The residual layer norm(x + gated_layers(x))."""
 
     def __init__(self, dim: int, dropout: float):
         super().__init__()
@@ -75,7 +78,8 @@ class GatedResidual(nn.Module):
 class WordAttention(nn.Module):
     """Attention of rows (N, D) to the words (C, D) of all classes or predicates.
 
-    The original adds a bias of the box's geometry to the logits of all words alike, which the softmax cancels.
+    The original adds a bias that depends on the box to the logits of all words alike; the softmax cancels it, so it is
+    left out.
     """
 
     def __init__(self, dim: int, dropout: float):
@@ -103,9 +107,11 @@ class WordAttention(nn.Module):
 
 
 class MovingPrototypes(nn.Module):
-    """Unit vectors (P, D): learned ones, and for predicates already seen the moving mean of their pairs.
+    """Prototypes (P, D) of unit length: for predicates that training has had, the moving mean of their pairs, for
+    others a learned vector.
 
-    Like the statistics of a batch norm, the means move with every batch in training, unless `moves` is set to False.
+    Like the statistics of a batch norm, the means are updated with every batch in training, unless `moves` is set to
+    False.
     """
 
     def __init__(self, num_predicates: int, dim: int):
@@ -125,7 +131,11 @@ class MovingPrototypes(nn.Module):
 
     @torch.no_grad()
     def follow(self, pairs: Tensor, labels: Tensor) -> None:
-        """Move the means. pairs: (R, D) unit vectors. labels: (R,) predicates; "no relation" has no mean."""
+        """Update the means from the pairs of a batch.
+
+        pairs: (R, D) unit vectors of R pairs. labels: (R,) predicates; pairs with label 0, "no relation", are not
+        counted.
+        """
         has_predicate = (labels > 0).to(self.counts)
         found = torch.zeros_like(self.counts).index_add_(0, labels, has_predicate)
         sums = torch.zeros_like(self.means).index_add_(0, labels, pairs.to(self.means))
@@ -140,15 +150,16 @@ class MovingPrototypes(nn.Module):
 class ReactPlusPlusHead(nn.Module):
     """The REACT++ head.
 
-    Losses beside the cross entropy: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by distance;
-    `loss_dis` draws a pair to its prototype and from the nearest others. Its recipe for VG150 weighs them 1, 0.1, 0.5.
+    Losses in addition to the cross-entropy: `l21_loss` and `dist_loss2` keep prototypes apart, by cosine and by
+    distance; `loss_dis` moves a pair towards its prototype and away from the nearest others. The published recipe for
+    VG150 gives these three losses the weights 1, 0.1 and 0.5.
     """
 
     loss_names = ("loss_rel", "loss_refine_obj", "l21_loss", "dist_loss2", "loss_dis")
 
     def __init__(self, mode: str, sizes: HeadSizes, dim: int = 512, dropout: float = 0.2, nms_threshold: float = 0.5):
-        """Build the head. dim: width of the prototype space, a multiple of 4. Vectors of classes and predicates are not
-        trained."""
+        """Build the head. dim: width of the prototype space, a multiple of 4. The vectors of classes and predicates are
+        not trained. Raises BadInput for another dim."""
         super().__init__()
         if dim % ATTENTION_HEADS:
             raise BadInput(f"model.head_options.dim is {dim}; react_pp takes multiples of {ATTENTION_HEADS}")

@@ -1,6 +1,7 @@
 """SQUAT (Jung et al., CVPR 2023, hesedjds/SQUAT): relevant pairs attend to the pairs and objects of their image.
 
-Three small networks score every pair. The best of the first score are updated, and read the best of the second.
+Three small networks score every pair. The pairs with the best first scores are updated; they attend to the pairs with
+the best second scores. The third score is only trained.
 """
 
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ SCORE_NAMES = ("query", "e2e", "n2e")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Pairs that a score chose in each image.
+    """The pairs that a score has chosen in each image, at most K.
 
-    rows: (B, K) int64, numbers of the pairs in their image, best first. real: (B, K) bool, false for the padding of an
-    image of which fewer than K are chosen.
+    rows: (B, K) int64, indices of the pairs in their image, best first. real: (B, K) bool, False for padding in images
+    with fewer than K chosen pairs.
     """
 
     rows: Tensor
@@ -47,7 +48,8 @@ class Chosen:
 
 
 class PairScore(nn.Module):
-    """Scores (B, R) of padded pairs (B, R, D), from each pair and the mean over its image."""
+    """A network that scores R padded pairs of each image, (B, R, D), from each pair and the mean over the pairs of its
+    image; the scores are (B, R)."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
@@ -75,7 +77,8 @@ class PairScore(nn.Module):
 
 
 class SelectiveLayer(nn.Module):
-    """A layer in which the chosen pairs attend to each other, then to some pairs and to the objects of their image."""
+    """A layer in which the chosen pairs attend to each other, and then to a selection of the pairs and to the objects
+    of their image."""
 
     def __init__(self, dim: int, inner_dim: int, dropout: float):
         super().__init__()
@@ -108,10 +111,15 @@ class SelectiveLayer(nn.Module):
         read: Chosen,
         real_objects: Tensor,
     ) -> Tensor:
-        """Return the updated pairs (B, Q, D).
+        """Return the updated features (B, Q, D) of the Q chosen pairs.
 
-        queries: (B, Q, D), the pairs `updated`. objects: (B, M, D); real_objects: (B, M), false for padding.
-        pairs: (B, R, D), all of them before any layer; the pairs `read` (B, K) are read.
+        Args:
+            queries: (B, Q, D), D features of each chosen pair.
+            objects: (B, M, D), features of the M padded objects.
+            pairs: (B, R, D), features of all R padded pairs before the first layer.
+            updated: which pairs are chosen, (B, Q).
+            read: to which K pairs the chosen ones attend, (B, K).
+            real_objects: (B, M) bool, False for padding.
         """
         attended = self._attend(self.among_pairs, queries, queries, updated.real)
         queries = self.pair_norm(queries + attended)
@@ -133,17 +141,22 @@ class SelectiveLayer(nn.Module):
 
 
 def with_rows(pairs: Tensor, values: Tensor, chosen: Chosen) -> Tensor:
-    """Return the pairs (B, R, D) with `values` (B, Q, D) in the place of the chosen ones (B, Q)."""
+    """Return a copy of `pairs` (B, R, D), the D features of R pairs per image, in which the Q chosen ones are replaced
+    by `values` (B, Q, D)."""
     values = torch.where(chosen.real[..., None], values, rows_of(pairs, chosen.rows))  # padding keeps what is there
     places = chosen.rows[..., None].expand_as(values)
     return pairs.scatter(1, places, values)
 
 
 def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> Chosen:
-    """Choose the best `share` of each image's pairs, and at least one.
+    """Choose the best pairs of each image, the `share` of their number, and at least one; none in an image without
+    pairs.
 
-    scores, real: (B, R), the latter false for padding. counts: pairs of each image. Of 3, 0 and 10 pairs with a share
-    of 0.7, K is 7: the first image has 2 real ones, the second none, the third 7.
+    Args:
+        scores: (B, R) of R padded pairs per image.
+        real: (B, R) bool, False for padding.
+        counts: number of pairs of each image. For images of 3, 0 and 10 pairs and a share of 0.7, K is 7, and 2, 0 and
+            7 pairs are chosen.
     """
     kept = [max(1, int(count * share)) if count else 0 for count in counts]
     of_real = scores.masked_fill(~real, -torch.inf)
@@ -152,8 +165,8 @@ def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float
 
 
 class SquatHead(nn.Module):
-    """The SQUAT head, which keeps the detector's labels. Its losses beside the cross entropy say which pairs have a
-    relation, in either direction: a third of the binary cross entropy of each score."""
+    """The SQUAT head, which keeps the detector's labels. It has a loss for each of the three scores in addition to the
+    cross-entropy: a third of the binary cross-entropy of whether the pair has a relation in either direction."""
 
     loss_names = ("loss_rel", "loss_refine_obj", *(f"loss_mask_{name}" for name in SCORE_NAMES))
 
@@ -172,9 +185,15 @@ class SquatHead(nn.Module):
     ):
         """Build the head.
 
-        dim: width of a pair, a multiple of 8. query_share, key_share: the shares of an image's pairs that are updated
-        and read (rho and beta). use_union: add the features of union boxes, which the published configuration leaves
-        out.
+        Args:
+            dim: width of the features of a pair, a multiple of 8.
+            layers: number of `SelectiveLayer`s.
+            query_share, key_share: shares of an image's pairs that are updated, and to which these attend (rho and
+                beta).
+            use_union: add the features of union boxes, which the published configuration leaves out.
+
+        Raises:
+            BadInput: a width is not such a multiple, or a share is not above 0 and at most 1.
         """
         super().__init__()
         _check_head_options(sizes, dim, query_share, key_share)

@@ -1,4 +1,5 @@
-"""Encoding of objects and their edges by self-attention (Transformer of Scene-Graph-Benchmark, Tang et al., 2020)."""
+"""The relation head Transformer of Scene-Graph-Benchmark (Tang et al., 2020), which encodes objects and their edges by
+self-attention."""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, Relatio
 
 
 class EncoderLayer(nn.Module):
-    """Post-norm self-attention and feed-forward; keys and values may be of other sizes than the model."""
+    """A layer of post-norm self-attention and feed-forward; keys and values may have other widths than the features."""
 
     def __init__(self, dim: int, heads: int, key_dim: int, value_dim: int, inner_dim: int, dropout: float):
         super().__init__()
@@ -44,7 +45,8 @@ class EncoderLayer(nn.Module):
         self.attention_dropout = dropout
 
     def forward(self, features: Tensor, mask: Tensor) -> Tensor:
-        """Encode features (B, n, dim); mask: (B, n) bool of real objects, at least one per image."""
+        """Encode features (B, n, dim) of n padded objects, in the same shape. mask: (B, n) bool, True for objects and
+        False for padding; every image needs at least one object."""
         query = self._heads(self.query(features))
         key = self._heads(self.key(features))
         value = self._heads(self.value(features))
@@ -60,7 +62,7 @@ class EncoderLayer(nn.Module):
 
 
 class ObjectEncoder(nn.ModuleList):
-    """Encoder layers over the objects of each image: (N, dim) -> (N, dim)."""
+    """Encoder layers that encode the objects of each image, (N, dim) in all, to the same shape."""
 
     def forward(self, features: Tensor, num_objects: list[int]) -> Tensor:
         num_objects = [count for count in num_objects if count]  # attention over nothing would be NaN
@@ -72,8 +74,8 @@ class ObjectEncoder(nn.ModuleList):
 
 
 class TransformerHead(nn.Module):
-    """The head for predicates from the contexts of both objects, alone and times the union features, and the frequency
-    bias."""
+    """A head that predicts predicates from three parts, which are added: the contexts of both objects, these contexts
+    multiplied by the union features, and the frequency bias."""
 
     loss_names = ("loss_rel", "loss_refine_obj")
     of_labels = ("object_out",)

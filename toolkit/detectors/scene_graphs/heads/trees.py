@@ -12,12 +12,13 @@ from toolkit.base.batch import send_dicts
 
 @dataclass
 class Forest:
-    """Binary trees over N concatenated objects, one per image; -1 means none.
+    """Binary trees over N concatenated objects, one for each image. In the first three fields, -1 means none.
 
-    parent: (N,) of the tree before it was made binary. left, right, up: (N,) children and parent in the binary tree.
-    levels: objects of each depth, from the roots on. order: (N,) all levels in a row, inverse: its inverse.
-    up_place: per level, place of each parent in the level before. left_place, right_place: per level, place of each
-    child in the next level; the length of that level if there is none. num_images: up to the last with an object.
+    parent: (N,) in the tree before it was made binary. left, right: (N,) children in the binary tree. levels: objects
+    of each depth, beginning with the roots. order: (N,) the levels joined; inverse: its inverse permutation.
+    up_place: for each level, the place of each object's parent in the level before. left_place, right_place: for each
+    level, the place of each object's child in the next level, or the length of the next level if the object has none.
+    num_images: number of images up to the last one with an object.
     """
 
     parent: Tensor
@@ -33,11 +34,15 @@ class Forest:
 
 
 def grow_trees(scores: Tensor, num_objects: list[int]) -> Forest:
-    """Grow maximum spanning trees, made binary (left: first child, right: next sibling).
+    """Grow a maximum spanning tree over the objects of each image, and make it binary (left: first child, right: next
+    sibling). It runs on the host.
 
-    scores: (B, N_max, N_max) padded, of subject row to child column. The root has the largest mean score; then always
-    the best pair of a tree node and a free object is joined. Equal scores: the earlier node of the tree, then the
-    lower object. Runs on the host.
+    The root is the object with the largest mean score. In each further step, the best pair of an object in the tree and
+    one outside is joined. Of equal scores, that with the object that was added to the tree earlier counts, then that
+    with the lower object.
+
+    scores: (B, N_max, N_max), padded, from parent (row) to child (column). num_objects: number of objects of each
+    image.
     """
     device = scores.device
     values = scores.detach().cpu().double().numpy()
@@ -157,7 +162,8 @@ def _orthogonal_gates(layer: nn.Linear, dim: int, forget: slice = slice(0), bias
 
 
 class UpwardLSTM(nn.Module):
-    """An LSTM from the leaves to the roots: each object sees its two children. Every cell has a highway connection."""
+    """An LSTM that runs from the leaves to the roots, so that each object gets the states of its two children. Every
+    cell has a highway connection."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
@@ -169,7 +175,7 @@ class UpwardLSTM(nn.Module):
         self.right = _orthogonal_gates(nn.Linear(dim, 6 * dim), dim, gates, 0.5)
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
-        """Encode (N, in_dim) -> (N, dim)."""
+        """Encode the features (N, in_dim) of the objects to (N, dim)."""
         direct = self.direct(features)
         projected = self.input(features)
         state = memory = direct.new_zeros(1, self.dim)  # the last row stands for a missing child
@@ -191,7 +197,8 @@ class UpwardLSTM(nn.Module):
 
 
 class DownwardLSTM(nn.Module):
-    """An LSTM from the roots to the leaves: each object sees its parent. Every cell has a highway connection."""
+    """An LSTM that runs from the roots to the leaves, so that each object gets the state of its parent. Every cell has
+    a highway connection."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()
@@ -210,7 +217,7 @@ class DownwardLSTM(nn.Module):
         return state, memory
 
     def forward(self, features: Tensor, forest: Forest) -> Tensor:
-        """Encode (N, in_dim) -> (N, dim)."""
+        """Encode the features (N, in_dim) of the objects to (N, dim)."""
         direct = self.direct(features)
         projected = self.input(features)
         outputs = []
@@ -230,7 +237,7 @@ class DownwardLSTM(nn.Module):
 
 
 class TreeLSTM(nn.Module):
-    """Upward and downward LSTM side by side: (N, in_dim) -> (N, dim)."""
+    """An upward and a downward LSTM whose results are concatenated, from (N, in_dim) to (N, dim)."""
 
     def __init__(self, in_dim: int, dim: int):
         super().__init__()

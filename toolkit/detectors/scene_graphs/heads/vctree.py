@@ -25,7 +25,8 @@ SCORE_DIM = 128
 
 
 class PairScores(nn.Module):
-    """Scores of how likely two objects of an image are related, from their features and from frequencies."""
+    """A module that scores how likely two objects of an image are related, from their features and from class
+    frequencies."""
 
     def __init__(self, sizes: HeadSizes, log_frequency: Tensor):
         super().__init__()
@@ -44,7 +45,8 @@ class PairScores(nn.Module):
 
     @torch.no_grad()
     def start_from(self, log_frequency: Tensor) -> None:
-        """Set the prior of two classes being related, from (C, C, P)."""
+        """Set the prior that objects of two classes are related, from `log_frequency` (C, C, P) for P predicates, see
+        `log_frequencies`."""
         one_way = log_frequency.sum(-1)  # (C, C)
         both_ways = one_way + one_way.T
         self.prior.weight.copy_(both_ways.reshape(1, -1))
@@ -58,9 +60,11 @@ class PairScores(nn.Module):
         )
 
     def forward(self, batch: RelationBatch, embedded: Tensor, logits: Tensor) -> Tensor:
-        """Return (B, N_max, N_max) logits of object row (as object) and column (as subject), padded.
+        """Return logits (B, N_max, N_max), padded, of a relation between the object in the row (in the role of object)
+        and that in the column (as subject).
 
-        embedded: (N, E) label embedding, logits: (N, C). Neither they nor the RoI features get a gradient from here.
+        embedded: (N, E) label embeddings of E numbers. logits: (N, C). Neither these nor the RoI features get a
+        gradient from here.
         """
         mask = object_mask(batch.num_objects, embedded.device)
         overlaps = overlap_numbers(pad_rows(batch.boxes_xyxy, batch.num_objects), mask)
@@ -108,8 +112,14 @@ class TreeDecoder(nn.Module):
         image: Tensor,
         clocks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits (N, C) and the best labels above background (N,). With the `clocks` (N, C - 1) of
-        `drawn_columns`, given in training, the label passed on by a parent is drawn."""
+        """Return logits (N, C), and the best labels other than background (N,).
+
+        Args:
+            features: (N, in_dim).
+            image: (N,) index of the image of each object.
+            clocks: (N, C - 1) random numbers, see `drawn_columns`, in training. With them, the label that an object
+                passes on to its children is drawn by its probabilities; without, it is the best label.
+        """
         direct, from_parent_direct = self._project(self.lstm.direct, features)
         projected, from_parent = self._project(self.lstm.input, features)
         # One mask for all objects of an image.
@@ -149,13 +159,17 @@ class TreeDecoder(nn.Module):
 
 
 def drawn_columns(weights: Tensor, clocks: Tensor) -> Tensor:
-    """Draw (N,) columns of (N, C) as `multinomial` draws one of each row; that checks whether all are finite, and so
-    makes the host wait for a GPU. clocks: (N, C) exponentially distributed numbers."""
+    """Draw a column (N,) from each row of weights (N, C) as `multinomial` does, but without its check for finite
+    weights, for which the host would wait for a GPU.
+
+    clocks: (N, C) exponentially distributed numbers.
+    """
     return (weights / clocks).argmax(1)
 
 
 def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
-    """Draw (N, columns) exponentially distributed numbers for the objects, those of an image from its own generator."""
+    """Draw (N, columns) exponentially distributed numbers for the N objects, those of each image from its own random
+    generator."""
     draws = batch.draws or [None] * len(batch.num_objects)
     clocks = batch.boxes_xyxy.new_empty(sum(batch.num_objects), columns, dtype=torch.float32)
     for rows, draw in zip(clocks.split(batch.num_objects), draws, strict=True):
@@ -164,7 +178,7 @@ def clocks_of(batch: RelationBatch, columns: int) -> Tensor:
 
 
 class VCTreeContext(ObjectContext):
-    """The context of VCTree, which labels the objects and gives each a context feature; it builds the trees as well."""
+    """The context of VCTree, which builds the trees, labels the objects and computes a context feature for each."""
 
     def __init__(
         self,
@@ -185,7 +199,10 @@ class VCTreeContext(ObjectContext):
         self.mean_edge_input = RunningMean(edge_dim) if keep_averages else None
 
     def plant(self, batch: RelationBatch, embedded: Tensor) -> tuple[Forest, Tensor]:
-        """Return the trees, and the (B, N_max, N_max) relatedness logits they were grown from."""
+        """Return the trees, and the relatedness logits (B, N_max, N_max) from which they were grown.
+
+        embedded: (N, E) label embeddings of E numbers.
+        """
         logits = batch.logits
         if self.mode == "predcls":
             logits, _ = given_labels(batch, self.sizes.num_classes)
@@ -193,7 +210,11 @@ class VCTreeContext(ObjectContext):
         return grow_trees(related.sigmoid(), batch.num_objects), related
 
     def forward(self, batch: RelationBatch, from_averages: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return object logits (N, C), labels (N,), context (N, hidden), relatedness logits (B, N_max, N_max)."""
+        """Return object logits (N, C), labels (N,), context (N, hidden), and relatedness logits (B, N_max, N_max).
+
+        from_averages: compute the results of decoder and edge LSTM from the running means of their inputs, as for
+        objects without evidence.
+        """
         embedded = label_embedding(self.embed_in, batch, self.mode)
         position = self.position(batch_box_numbers(batch))
         features = torch.cat([batch.roi_features, embedded, position], 1)

@@ -1,7 +1,8 @@
 """Readers of data sets with relations, one module each, and the code that makes tables of their splits.
 
-A module has `files_of(place, split)`, `annotations_of(files, images, split, num_val)` and `NUM_VAL_IMAGES`, how many of
-the training images are val (None: val has files of its own). Visual Genome is checked by its own reader.
+A module has `files_of(place, split)`, the files to read, `annotations_of(files, images, split, num_val)`, their
+content, and `NUM_VAL_IMAGES`, the number of training images that are used for val (None: val has files of its own).
+`visual_genome` has `read_visual_genome` instead, which also checks the data.
 """
 
 import importlib
@@ -15,7 +16,12 @@ from toolkit.detectors.scene_graphs.readers.graphs import read_graphs
 
 
 def open_graphs(source: str, reading: Reading) -> DetectionTable:
-    """Read one split of a data set; `source` as of `toolkit.data.formats.open_dataset`. Raises BadInput."""
+    """Read one split of a data set as a table.
+
+    source: train, val or test, or with a number of validation images, such as train:50; see
+    `toolkit.data.formats.open_dataset`. Raises BadInput if the setting of the files or of the image folder is missing,
+    the split is unknown, or the files cannot be read.
+    """
     format = reading.format
     split, _, count = source.partition(":")
     problems = []

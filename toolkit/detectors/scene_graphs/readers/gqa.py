@@ -1,5 +1,6 @@
-"""GQA's scene graphs (Hudson and Manning, CVPR 2019): `train_sceneGraphs.json` and `val_sceneGraphs.json`, objects by
-id with name, box and relations. Names are not a closed set: the most frequent of the training file are the classes."""
+"""GQA's scene graphs (Hudson and Manning, CVPR 2019): `train_sceneGraphs.json` and `val_sceneGraphs.json`, in which
+objects are listed by id with name, box and relations. Names are not a closed set: the most frequent ones of the
+training file are the classes and predicates."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,10 +24,11 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
-    """Return images, boxes and relations; classes and predicates are ordered by how often training has them.
+    """Return images, boxes and relations of a split; classes and predicates are ordered by how often training has them.
 
-    test: the images of the validation file; val: the first `num_val` of the training file; train: its others. Other
-    objects, their relations, and images that are then left without a relation are left out.
+    test: the images of the validation file; val: the first `num_val` images of the training file; train: its other
+    images. Objects of other classes are left out, so are their relations and those of other predicates, and then images
+    without a relation. Raises BadInput for entries that are not as expected.
     """
     training = read_json(files[0])
     problems = []

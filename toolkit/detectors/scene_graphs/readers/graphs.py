@@ -1,4 +1,4 @@
-"""Relation data of other layouts: read into columns once, checked, and cached as a table."""
+"""Relation data in other layouts than COCO's, which are read into columns once, checked, and cached as a table."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,13 +24,14 @@ def read_graphs(
     """Return the table of images with relations, from the cache if files, images and options are unchanged.
 
     Args:
-        files: the files that hold the data; their content is the key of the cache.
-        read: reads them, given the place of the images. The part that it has not checked itself is checked here.
-        what: format, split and options as a text, for the name of the table. key: the same for the cache, if it is
-            more than `what`.
+        files: the files that hold the data; their content is part of the cache key.
+        read: function that reads these files, given the place of the images. If its result is not yet checked, it is
+            checked here.
+        what: format, split and options as a text, for the name of the table.
+        key: format, split and options for the cache key; by default `what`.
 
     Raises:
-        BadInput: a file that is missing or not JSON; the errors of `read_coco`.
+        BadInput: a file is missing or is not JSON, or `read_coco` would raise it for such data.
     """
     missing = [f"{file}: no such annotation file" for file in files if not file.is_file()]
     if missing:
@@ -64,7 +65,11 @@ def read_graphs(
 
 @contextmanager
 def noting_faults(problems: list[str], where: str, expected: str) -> Iterator[None]:
-    """Add a sentence to `problems` if the entry that is read inside is not as expected."""
+    """Return a context that catches the errors of reading an unexpected entry, and appends a sentence on it to
+    `problems`.
+
+    where: file and entry, for the sentence. expected: description of an entry as it should be.
+    """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -73,17 +78,21 @@ def noting_faults(problems: list[str], where: str, expected: str) -> Iterator[No
 
 
 def empty_graphs(classes: Sequence[str], predicates: Sequence[str]) -> Annotations:
-    """Return an annotation without images; ids of classes and predicates count from 0."""
+    """Return annotations without images, with these classes and predicates, whose ids count from 0."""
     annotations = Annotations([{"id": number, "name": name} for number, name in enumerate(classes)])
     annotations.predicates = [{"id": number, "name": name} for number, name in enumerate(predicates)]
     return annotations
 
 
 def add_graph(to: Annotations, image: dict, boxes: Sequence[tuple], relations: Sequence[Sequence]) -> None:
-    """Add one image with its boxes and relations; ids of annotations count from 1.
+    """Add one image with its boxes and relations to the annotations `to`, in place; ids of annotations count from 1.
 
-    image: `id`, `file_name`, `width`, `height`. boxes: (class from 0, [x, y, width, height]). relations: (subject,
-    object, predicate from 0), the first two positions in `boxes`. Invalid entries are passed on to the check.
+    Args:
+        image: `id`, `file_name`, `width`, `height`.
+        boxes: (class from 0, [x, y, width, height]) for each.
+        relations: (subject, object, predicate from 0) for each; subject and object are positions in `boxes`.
+
+    Invalid entries are added too, because the later check of the annotations reports them.
     """
     first = len(to) + 1
     count = len(boxes)

@@ -1,4 +1,4 @@
-"""Relations of Open Images V6 in the layout that scene-graph programs share (Zhang et al., CVPR 2019; Li et al., CVPR
+"""Relations of Open Images V6 in the layout that scene graph programs share (Zhang et al., CVPR 2019; Li et al., CVPR
 2021): `vrd-{train,val,test}-anno.json`, a list with `img_fn`, `img_size` [width, height], `bbox` xyxy, `det_labels` and
 `rel` rows of subject, object, predicate; `categories_dict.json` with the names `obj` and `rel`."""
 
@@ -18,7 +18,8 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: None) -> Annotations:
-    """Return images, boxes and relations."""
+    """Return images, boxes and relations of a split. `images` and `num_val` are not used. Raises BadInput for a file or
+    an entry that is not as expected."""
     entries = read_json(files[0], list)
     names = read_json(files[1])
     missing = [key for key in ("obj", "rel") if not isinstance(names.get(key), list)]

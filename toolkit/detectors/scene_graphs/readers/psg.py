@@ -17,9 +17,11 @@ def files_of(file: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
-    """Return the images of one split with their relations; category ids stay 0-based, as in the file.
+    """Return the images of one split with their relations; category ids count from 0, as in the file. `images` is not
+    used.
 
-    test: the images of `test_image_ids`; val: the first `num_val` of the others; train: the rest.
+    test: the images of `test_image_ids`; val: the first `num_val` of the others; train: the rest. Raises BadInput for a
+    file that is not as expected.
     """
     document = _checked(files[0])
     test = {str(image_id) for image_id in document["test_image_ids"]}

@@ -1,8 +1,8 @@
 """Data in the layout of Visual Genome as Scene-Graph-Benchmark has it (VG150 and its relatives).
 
-An HDF5 file holds boxes and relations, a JSON file the names, another one the image sizes. Classes, predicates and
-attributes are counted from 1 in the files; the arrays here keep that, the table counts classes and predicates from 0.
-Attributes without names are not read.
+An HDF5 file holds boxes and relations, a JSON file the names, another JSON file the image sizes. Classes, predicates
+and attributes are counted from 1 in the files and in the arrays here; in the table, classes and predicates are counted
+from 0. Attributes without names are not read.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ ARRAY_COLUMNS = {"boxes_1024": 4, "labels": 1, "relationships": 2, "predicates":
 
 @dataclass
 class Graphs:
-    """The images of one split, as arrays. I images.
+    """The I images of one split, as arrays. Each list has one array for each image.
 
-    index: (I,) rows of the file's per-image arrays. boxes: per image (n, 4) int xyxy where the longer side is 1024.
-    labels: (n,) from 1. attributes: (n, A) from 1, 0 pads. relations: (r, 3) subject, object (rows of the image's
-    boxes), predicate from 1; repeated ones included.
+    index: (I,) rows of the images in the file's per-image arrays. boxes: (n, 4) integers xyxy, in the scale in which
+    the longer image side is 1024. labels: (n,) from 1. attributes: (n, A) from 1, 0 for padding. relations: (r, 3)
+    subject, object (rows of the image's boxes) and predicate from 1, including repeated ones.
     """
 
     index: np.ndarray
@@ -55,12 +55,15 @@ def load_graphs(
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
 ) -> Graphs:
-    """Read train, val or test.
+    """Read the graphs of the split train, val or test.
 
-    val is the first `num_val_images` of the file's training images, train the others. Images without boxes are left
-    out, those without relations too unless kept; "train": kept in train, while val and test are as without them.
-    drop_non_overlapping (training only) removes relations between boxes of IoU 0 (+1 widths) and images left without
-    any.
+    Args:
+        num_val_images: val is this many of the file's training images, the first ones; train is the others.
+        keep_images_without_relations: keep images that have boxes, but no relations; "train": only in train. Images
+            without boxes are always left out.
+        drop_non_overlapping: for train only, leave out relations between boxes with an IoU of 0 (1 is added to widths
+            and heights), and then images without relations.
+
     Raises BadInput for a missing or unreadable file, a missing key, or rows that contradict each other.
     """
     if split not in ("train", "val", "test"):
@@ -105,7 +108,8 @@ def load_graphs(
 
 
 def load_names(dicts_file: str | Path) -> tuple[list[str], list[str], list[str]]:
-    """Return class, predicate and attribute names in the order of their ids, which start at 1."""
+    """Return class, predicate and attribute names in the order of their ids, which start at 1; no attributes if the
+    file has none. Raises BadInput if names are missing or their ids are not consecutive."""
     info = read_json(Path(dicts_file))
     names = []
     faults = []
@@ -128,8 +132,9 @@ def load_image_list(image_data_file: str | Path, image_dir: Path | ImageSources,
     """Return the entries {image_id, width, height, file_name} of image_data.json in the order of the rows of the HDF5
     file.
 
-    All of them, if their count is `num_images`; else without the four corrupted images of Visual Genome; else those
-    with a file (as the original always does). Raises BadInput when none of these fits.
+    All entries are returned if there are `num_images`; else those without the four corrupted images of Visual Genome,
+    if there are that many; else those whose image file exists (as the original always does). Raises BadInput if none of
+    these three has `num_images` entries.
     """
     entries = read_json(Path(image_data_file), list)
     wrong = [entry for entry in entries if not _is_image(entry)]
@@ -167,19 +172,21 @@ def _is_image(entry: object) -> bool:
 
 
 def scale_boxes(boxes_1024: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
-    """Scale (n, 4) boxes of the file to float64 pixels of an image of `size_wh`, not clipped."""
+    """Scale boxes (n, 4) of the file to pixels of an image with this width and height, float64, not clipped."""
     return boxes_1024 / BOX_SCALE * max(size_wh)
 
 
 def clip_to_last_pixel(boxes_xyxy: np.ndarray, size_wh: tuple[int, int]) -> np.ndarray:
-    """Clip (n, 4) boxes to [0, width - 1] x [0, height - 1], float32, as the published numbers require."""
+    """Clip boxes (n, 4) to [0, width - 1] x [0, height - 1], float32, as in the program behind the published
+    results."""
     width, height = size_wh
     limit = np.asarray([width, height, width, height]) - 1
     return np.clip(boxes_xyxy, 0, limit).astype(np.float32)
 
 
 def drop_empty(boxes_xyxy: np.ndarray, relations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (n,) bool of boxes with width and height, and the relations between those, rows renumbered."""
+    """Return (n,) bool, True for boxes that have width and height, and the relations between such boxes, with their
+    rows renumbered."""
     keep = (boxes_xyxy[:, 2:] > boxes_xyxy[:, :2]).all(1)
     row_of = np.cumsum(keep) - 1  # boxes kept: yes, no, yes; rows of these: 0, -, 1
     relations = relations[keep[relations[:, :2]].all(1)]
@@ -195,10 +202,10 @@ def read_visual_genome(
     keep_images_without_relations: bool | Literal["train"] = False,
     drop_non_overlapping: bool = False,
 ) -> DetectionTable:
-    """Read one split as a DetectionTable, cached by the content of the three files and the options.
+    """Read one split as a DetectionTable, which is cached by the content of the three files and the options.
 
-    folder: as in `find_files`. Further options as in `load_graphs`. Boxes that clipping leaves without width or height
-    are dropped from train, with their relations; val and test keep them. Repeated relations stay.
+    folder: see `find_files`. For the other options see `load_graphs`. Boxes that clipping leaves without width or
+    height are dropped from train, together with their relations; val and test keep them. Repeated relations are kept.
     """
     files = find_files(Path(folder))
     options = [split, num_val_images, keep_images_without_relations, drop_non_overlapping]

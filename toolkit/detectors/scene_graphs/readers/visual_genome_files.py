@@ -1,4 +1,4 @@
-"""The three files of a data set in the layout of Visual Genome, found by their content."""
+"""The three files of a data set in the layout of Visual Genome, recognised by their content."""
 
 import re
 from pathlib import Path
@@ -19,10 +19,12 @@ REQUIRED_FILES = {
 
 
 def find_files(place: Path) -> tuple[Path, Path, Path]:
-    """Return graphs (HDF5), names and image list (JSON) of a folder; or of the folder of `place`, an HDF5 file of it.
+    """Return the files of graphs (HDF5), names (JSON) and images (JSON) in the folder `place`. If `place` is an HDF5
+    file, it is the file of graphs, and the others are searched in its folder.
 
-    If several files have names, the one counts that agrees with the graphs in whether it names attributes, or that has
-    their name (`VG-SGG.h5`, `VG-SGG-dicts.json`). Raises BadInput for files that are missing or found more than once.
+    If several files have names, the one is chosen that names attributes if the graphs have them and does not otherwise,
+    and then the one whose file name fits (`VG-SGG.h5`, `VG-SGG-dicts.json`). Raises BadInput if a file is missing or
+    several fit.
     """
     folder = place if place.is_dir() else place.parent
     if not place.exists() or not folder.is_dir():

@@ -1,6 +1,6 @@
 """VRD (Lu et al., ECCV 2016): `annotations_{train,test}.json` with a list of relations for each image, whose boxes are
-[ymin, ymax, xmin, xmax]; the names in `objects.json` and `predicates.json`, or in `obj.txt` and `rel.txt`, one a line.
-"""
+[ymin, ymax, xmin, xmax]. The names are in `objects.json` and `predicates.json`, or in `obj.txt` and `rel.txt`, one a
+line."""
 
 from pathlib import Path
 
@@ -25,13 +25,14 @@ def files_of(folder: Path, split: str) -> list[Path]:
 
 
 def annotations_of(files: list[Path], images: Path | ImageSources, split: str, num_val: int) -> Annotations:
-    """Return images, boxes and relations.
+    """Return images, boxes and relations of a split.
 
-    An object that several relations name, by box and class, is one object; but if a relation names one twice, as 109 of
-    37,993 do, its object is another one in the same box.
+    An object that several relations name, by box and class, becomes one object. If a relation names the same object
+    twice, as 109 of 37,993 do, two objects with the same box are made of it.
 
-    test: the images of the test file; val: the first `num_val` of the training file; train: its others. The file does
-    not say how large the images are: their sizes are read from the image files.
+    test: the images of the test file; val: the first `num_val` images of the training file; train: its other images.
+    The file does not give the sizes of the images, so they are read from the image files. Raises BadInput for entries
+    that are not as expected.
     """
     annotated = read_json(files[0])
     classes, predicates = map(_read_names, files[1:])
