@@ -342,6 +342,20 @@ def tiny_detector(num_classes=3):
     return detector, LossWeights(detector.loss_names, {}, WEIGHTS)
 
 
+def test_memory_that_runs_out_in_an_evaluation_names_the_batch_and_the_setting(monkeypatch):
+    detector, _ = tiny_detector()
+
+    def forward(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(detector, "forward", forward)
+    with pytest.raises(BadInput) as raised:
+        predict_dataset(detector, tiny_batches(3), "cpu")
+    said = str(raised.value)
+    assert said.startswith("out of memory: CUDA out of memory") and "image ids [7, 10, 13]" in said
+    assert "Lower --eval.batch_size_per_device" in said and "--data.batch" not in said
+
+
 def test_validation_loss_is_that_of_the_dataset_as_one_batch():
     detector, weights = tiny_detector()
     whole, single = (predict_dataset(detector, tiny_batches(b), "cpu", loss_weights=weights) for b in (7, 1))

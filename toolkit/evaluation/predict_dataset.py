@@ -14,13 +14,12 @@ from tqdm import tqdm
 
 from toolkit.base.batch import dicts_to_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
+from toolkit.base.memory import EVALUATION_NEEDS_LESS, naming_the_batch
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
-from toolkit.step.window import naming_the_batch
 
 ALWAYS_FITS_BYTES = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values
-EVALUATION_NEEDS_LESS = "Lower --eval.batch_size_per_device: the numbers stay the same."
 
 
 class Predictions(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit import index
 from toolkit.base.distributed import leave, run_on_main, state_from_main
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard, as_sentences
+from toolkit.base.memory import naming_the_batch
 from toolkit.base.signals import StopSignals
 from toolkit.data.batches import naming_killed_workers
 from toolkit.models import options_class
@@ -22,7 +23,6 @@ from toolkit.run.status import FolderLock, run_status
 from toolkit.run.watchdog import watchdog
 from toolkit.run.writer import agent_run_id, tracker_names
 from toolkit.step.execution import be_deterministic
-from toolkit.step.window import naming_the_batch
 
 
 @contextmanager

@@ -6,7 +6,6 @@ no synchronisation.
 
 import math
 import platform
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -19,6 +18,7 @@ import torch
 
 from toolkit.base.distributed import gather_objects, world
 from toolkit.base.errors import BadInput
+from toolkit.base.memory import peak_memory_mb
 
 Item = TypeVar("Item")
 
@@ -360,18 +360,6 @@ class StepTimer:
             "time/eta_s": self.eta_s(steps_left),
             "mem/peak_mb": peak_memory_mb(),
         }
-
-
-def peak_memory_mb() -> float:
-    """Return the largest memory use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return getattr(psutil.Process().memory_info(), "peak_wset", 0) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes on macOS, KiB on Linux
 
 
 def machine_figures() -> dict[str, float]:

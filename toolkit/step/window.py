@@ -1,21 +1,18 @@
 """The window: the micro-batches of one optimizer step, and everything that their gradients depend on.
 
 A training loop goes through each window once. The report of a NaN stores the window; replaying a report or probing the
-memory runs the window again, on a detector without wrappers and without other processes. An out-of-memory error names
-the batches of the window.
+memory runs the window again, on a detector without wrappers and without other processes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.base.batch import Batch
-from toolkit.base.errors import BadInput, is_out_of_memory
 from toolkit.base.seeding import OUTSIDE_MICRO_BATCHES, seed_micro_batch, seed_step
 from toolkit.step.losses import LossWeights, WeightedLosses
-from toolkit.step.meters import peak_memory_mb
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -170,44 +167,3 @@ class Window:
             "precision": self.precision,
             "scale": self.scale,
         }
-
-
-def describe_batch(batch: Batch) -> str:
-    """Describe the shapes, box counts and image ids of a batch, in one line."""
-    boxes = [len(target["boxes"]) for target in batch.targets]
-    ids = [target["image_id"] for target in batch.targets]
-    return f"images {tuple(batch.images.shape)} uint8, {sum(boxes)} boxes {boxes}, image ids {ids}"
-
-
-TRAINING_NEEDS_LESS = (
-    "Lower --data.batch_size_per_device and raise --optim.accumulation_steps by the same factor: with "
-    "`--loss.denominators global` the result stays the same. Or give --optim.checkpointing true, which takes more "
-    "time. `--run.probe_memory` finds this out before step 0."
-)
-
-
-@contextmanager
-def naming_the_batch(
-    batches_under_way: Callable[[], Sequence[Batch]], advice: str = TRAINING_NEEDS_LESS
-) -> Iterator[None]:
-    """Turn an out-of-memory error inside the block into one that names the batches.
-
-    Args:
-        batches_under_way: returns the current batches; an empty sequence outside a window, where the error stays
-            unchanged.
-        advice: ends the message: what to change.
-
-    Raises:
-        BadInput: memory ran out; the message says for which batch, how much was in use, and what to lower.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        under_way = batches_under_way() if is_out_of_memory(error) else ()
-        if not under_way:
-            raise
-        batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(under_way))
-        raise BadInput(
-            f"out of memory: {str(error).splitlines()[0]}\n{batches}\n"
-            f"  most memory in use so far: {peak_memory_mb():.0f} MiB\n{advice}"
-        ) from error

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from toolkit.base.batch import Batch
-from toolkit.evaluation.predict_dataset import EVALUATION_NEEDS_LESS
+from toolkit.base.memory import EVALUATION_NEEDS_LESS, describe_batch, naming_the_batch, peak_memory_mb
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
-from toolkit.step.meters import peak_memory_mb
 from toolkit.step.optim import drop_gradients
-from toolkit.step.window import Window, describe_batch, naming_the_batch
+from toolkit.step.window import Window
 
 
 def probe_memory(t, worst: Batch) -> None:

@@ -1,0 +1,64 @@
+"""Memory: how much of it was in use, and the error that names a batch for which there was not enough."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput, is_out_of_memory
+
+TRAINING_NEEDS_LESS = (
+    "Lower --data.batch_size_per_device and raise --optim.accumulation_steps by the same factor: with "
+    "`--loss.denominators global` the result stays the same. Or give --optim.checkpointing true, which takes more "
+    "time. `--run.probe_memory` finds this out before step 0."
+)
+EVALUATION_NEEDS_LESS = "Lower --eval.batch_size_per_device: the numbers stay the same."
+
+
+def peak_memory_mb() -> float:
+    """Return the largest memory use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return getattr(psutil.Process().memory_info(), "peak_wset", 0) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes on macOS, KiB on Linux
+
+
+def describe_batch(batch: Batch) -> str:
+    """Describe the shapes, box counts and image ids of a batch, in one line."""
+    boxes = [len(target["boxes"]) for target in batch.targets]
+    ids = [target["image_id"] for target in batch.targets]
+    return f"images {tuple(batch.images.shape)} uint8, {sum(boxes)} boxes {boxes}, image ids {ids}"
+
+
+@contextmanager
+def naming_the_batch(
+    batches_under_way: Callable[[], Sequence[Batch]], advice: str = TRAINING_NEEDS_LESS
+) -> Iterator[None]:
+    """Turn an out-of-memory error inside the block into one that names the batches.
+
+    Args:
+        batches_under_way: returns the current batches; an empty sequence outside a window, where the error stays
+            unchanged.
+        advice: ends the message: what to change.
+
+    Raises:
+        BadInput: memory ran out; the message says for which batch, how much was in use, and what to lower.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        under_way = batches_under_way() if is_out_of_memory(error) else ()
+        if not under_way:
+            raise
+        batches = "\n".join(f"  micro-batch {i}: {describe_batch(batch)}" for i, batch in enumerate(under_way))
+        raise BadInput(
+            f"out of memory: {str(error).splitlines()[0]}\n{batches}\n"
+            f"  most memory in use so far: {peak_memory_mb():.0f} MiB\n{advice}"
+        ) from error
