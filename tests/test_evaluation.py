@@ -348,7 +348,7 @@ def test_memory_that_runs_out_in_an_evaluation_names_the_batch_and_the_setting(m
     def forward(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(detector, "forward", forward)
+    monkeypatch.setattr(TinyDetector, "forward", forward)
     with pytest.raises(BadInput) as raised:
         predict_dataset(detector, tiny_batches(3), "cpu")
     said = str(raised.value)
