@@ -98,7 +98,7 @@ def fit_line(head: Sequence[str], terms: Sequence[str], tail: Sequence[str], wid
     """Join head, terms and tail to a line of at most `width` columns.
 
     If they do not fit, terms are left out, the last ones first, with "..." in their place; then parts of the tail, the
-    last ones first; and at last the head is cut off.
+    last ones first; finally the head is cut off.
     """
     head, terms, tail = [part for part in head if part], list(terms), [part for part in tail if part]
     dots = ""

@@ -178,8 +178,7 @@ class Log:
         self.say(training_time_line(self.elapsed_s, step))
 
     def end_epoch(self) -> dict[str, float]:
-        """Return the averages of the epoch that is over, and clear them, and the meters that begin anew with each epoch.
-        """
+        """Return the averages of the epoch that is over and clear them, with the meters that begin anew each epoch."""
         means = self.averages.means()
         self.averages.clear()
         self.epoch_s = 0.0
