@@ -128,8 +128,9 @@ def now() -> str:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Return whether a run has begun in this folder. A run that ended as bad input before it logged anything, or wrote a
-    checkpoint, does not count.
+    """Return whether a run has begun in this folder.
+
+    A run that ended as bad input before it logged anything or wrote a checkpoint does not count.
     """
     if not folder.is_dir():
         return folder.exists()
@@ -174,8 +175,8 @@ class RunStatus:
 
 @contextmanager
 def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
-    """Keep `status.json` up to date: "running" during a `with` block; afterwards "done", or the state and the message of
-    the exception that ended the block.
+    """Keep `status.json` up to date: "running" during a `with` block, then "done", or the state and the message of the
+    exception that ended the block.
 
     Only the main process writes. If the folder holds an earlier run, its `status.json` is not changed before `begin` is
     called.

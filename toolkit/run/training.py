@@ -155,7 +155,7 @@ class Training:
         self.loss_weights.add(name, weight, divided_by)
 
     def without(self, *names: str) -> None:
-        """Declare that the script leaves out these calls of the loop on purpose, so that the check does not report them.
+        """Declare that the script leaves out these calls of the loop on purpose, so that `check` does not report them.
 
         names: keys of `toolkit.step.loop_check.LOOP_LINES`, or "train".
 
