@@ -144,7 +144,7 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
 
 
 def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Iterable[str]) -> None:
-    """Raise BadInput if any of the settings `keys` does not exist in `options_type`; suggest the nearest name of each."""
+    """Raise BadInput if any of the settings `keys` does not exist in `options_type`, with the nearest name of each."""
     names = [field.name for field in fields(options_type)]
     problems = []
     for key in [key for key in keys if key not in names]:

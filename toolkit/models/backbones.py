@@ -299,11 +299,11 @@ def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: boo
     """Freeze parts of a timm feature extractor in place, after its weights are loaded.
 
     Args:
-        backbone: the extractor, whose batch norms are frozen already.
+        backbone: the extractor, whose batch norms are frozen already unless `freeze` is "none".
         name: its name in timm.
         freeze: "paper": freeze batch norms and everything before the first feature map of stride 8 (in a ResNet: stem
             and layer1), as facebookresearch/detr does; "norms": freeze batch norms only; "none": freeze nothing, and
-            make the batch norms trainable again.
+            make any frozen batch norms trainable.
         pretrained: whether the weights are pretrained. If not, frozen norms of weight 0, which end residual branches in
             timm, are set to 1, as in torchvision's ResNets.
 

@@ -149,7 +149,7 @@ class Detector(nn.Module):
         score_threshold: float = 0.0,
         top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
-        """Return the detections of each image on the CPU: the first `top_k` of `decode` with scores above the threshold.
+        """Return the detections of each image on the CPU: the first `top_k` of `decode` that score above the threshold.
 
         Each image has a dict with `boxes (K, 4)`, `scores (K,)` and `labels (K,)`; for the arguments see `decode`. The
         host waits for the device once.

@@ -46,8 +46,8 @@ def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: 
 
     Args:
         threshold: IoU above which a box is suppressed by a better box of its class.
-        order: (B, C * N) int64, the rows of each image from best to worst score, used on a CPU only; None: of equal
-            scores, the first row comes first.
+        order: (B, C * N) int64, the rows of each image in the order in which equal scores are ranked, used on a CPU
+            only; None: of equal scores, the first row comes first.
 
     Returns:
         (B, C, N) in the dtype of the scores: 0 for suppressed boxes; for kept boxes a positive number that is larger

@@ -170,7 +170,7 @@ def _loaders(
 
 
 def _settle(s: Any, detector: Detector) -> None:
-    """Set `run.precision`, `run.tf32` and `optim.compile` in `s.config` to the values in use, and print their origin."""
+    """Set `run.precision`, `run.tf32` and `optim.compile` in `s.config` to the values in use; print their origin."""
     run = s.config.run
     optim = s.config.optim
     device = s.accelerator.device
