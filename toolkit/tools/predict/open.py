@@ -270,7 +270,7 @@ def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
 
 
 def load_detector(run: Run, weights: str) -> Detector:
-    """Return the detector of a run in evaluation mode on the CPU, with the weights "model" or "ema" of its checkpoint."""
+    """Return a run's detector in evaluation mode on the CPU, with the weights "model" or "ema" of its checkpoint."""
     names = [category.name for category in run.categories]
     detector = rebuild_detector({"model": run.config["model"]}, names)
     load_detector_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)

@@ -1,5 +1,4 @@
-"""Makes or reads predictions on a split, from any source: a run, a checkpoint, an exported model, or a predictions file.
-"""
+"""Makes or reads predictions on a split, from a run, a checkpoint, an exported model, or a predictions file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -258,7 +258,7 @@ def _relations_among(
     predicate_scores: Tensor,
     triplet_scores: Tensor,
 ) -> Detections:
-    """Return those relations of an exported scene graph whose objects are both in `keep`, rows of its `count` objects."""
+    """Return the relations of an exported scene graph between two objects in `keep`, rows of its `count` objects."""
     place = torch.full((count,), -1)
     place[keep] = torch.arange(len(keep))
     rows = (place[pairs] >= 0).all(1) & (triplet_scores > 0)
@@ -340,8 +340,8 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
 
 
 def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Detections]:
-    """Yield the detections in each image of a data table, with scores above 0 and the labels of the predictor; for scene
-    graphs with relations.
+    """Yield the detections in each image of a data table, with scores above 0 and the predictor's labels; for a scene
+    graph model with relations.
 
     Raises:
         BadInput: an image cannot be read.
