@@ -1,11 +1,11 @@
 """Greedy non-maximum suppression of a whole batch, class by class, on any device.
 
-On a CPU it is torchvision's loop. Exported files hold that as one operator, `nms_keep`, which ONNX has too
-(`toolkit.tools.export.operators`). On a GPU, where the loop would wait for each image, it is computed as a fixed point:
-a box is kept if no better kept box overlaps it too much. After n rounds the result is correct for at least the n best
-boxes, so the rounds converge to the greedy result; their number is the length of the longest chain of boxes that
-suppress each other. Only the device knows whether they were enough, and `settled` reads that in the same copy as the
-results.
+On a CPU, torchvision's loop is used. Exported files have one operator for this loop, `nms_keep`, which is translated to
+an operator of ONNX (`toolkit.tools.export.operators`). On a GPU, where the loop would wait for each image, suppression
+is computed as a fixed point: a box is kept if no better kept box overlaps it too much. After n rounds the result is
+correct for at least the n best boxes, so the rounds converge to the greedy result; the number of rounds needed is the
+length of the longest chain of boxes that suppress each other. Only the device knows whether the rounds made were
+enough, and `settled` reads this in the same copy as the results.
 """
 
 from collections.abc import Callable, Sequence

@@ -250,13 +250,17 @@ def _is_valid(path: Path) -> bool:
 
 
 def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
-    """Point `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
+    """Point the link `best` in `folder` at the best checkpoint of a run that resumes from the checkpoint `resumed`.
 
-    It may not be there yet: a kill came before the link, an earlier checkpoint of the run was resumed, or one of
-    another run, whose best one is then copied.
+    The link may be missing or wrong because the process was killed before the link was written, or because an earlier
+    checkpoint was resumed. If `resumed` is of another run, the best checkpoint of that run is copied to `folder`.
+
+    Args:
+        best_step: step of the best checkpoint.
+        folder: the folder `checkpoints` of this run.
 
     Returns:
-        Whether there is that checkpoint, and it is valid.
+        Whether the best checkpoint exists and is valid.
 
     Raises:
         CheckpointError: the copy, or the link, cannot be written.

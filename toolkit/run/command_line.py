@@ -323,7 +323,7 @@ def _null_settings(argv: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _read_yaml(path: str) -> dict:
-    """Read the mapping in a settings file. Raises BadInput."""
+    """Read a settings file. Raises BadInput if the file cannot be read, or is not a mapping of groups of settings."""
     content = read_yaml(Path(path), f"--config {path}")
     if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
         raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")

@@ -102,7 +102,7 @@ def may_be_of_hub(name: str) -> bool:
 
 
 def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
-    """Return the folder of the checkpoints; a run of `run.eval_only` has none and stands for the one it evaluated."""
+    """Return `path`; for a run of `run.eval_only`, which has no checkpoints, what that run evaluated."""
     run = config.get("run", {})
     resumed = Path(str(run.get("resume"))).expanduser()
     empty = not any((folder / "checkpoints").glob("step_*"))

@@ -50,7 +50,8 @@ class OptimizerPart:
 
 
 class WeightFacts:
-    """Which parameters of a detector a script has frozen in its loop, and which buffers are infinite by design.
+    """The part of a run that records which parameters a script has frozen in its loop, and which buffers are infinite
+    by design.
 
     Parameters frozen in the loop stay frozen in a resumed run.
 

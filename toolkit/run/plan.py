@@ -261,7 +261,8 @@ class Plan:
 
     @property
     def epochs_are_fixed_at(self) -> int | None:
-        """The step at which the length was fixed: 0 without a budget of minutes; None while it is still open."""
+        """The step after which the length cannot change any more; 0 if the run is not limited to a number of minutes;
+        None while the length may still change."""
         if self.budget is None:
             return 0
         return self.budget.planned_steps if self.budget.settled else None

@@ -127,7 +127,7 @@ class Training:
 
     @property
     def meters(self) -> Meters:
-        """The smoothed values of the console."""
+        """The meters, whose smoothed values the console shows."""
         return self.log.meters
 
     @property

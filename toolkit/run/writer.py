@@ -325,7 +325,8 @@ class _Feed:
         self.call(lambda tracker: self._save())
 
     def note(self, kind: str, step: int) -> bool:
-        """Note that the tracker gets this step's row of this kind; False if it has it already, or does not work."""
+        """Record that the tracker gets the row of this kind and step, and return True; return False if the tracker has
+        the row already, or does not work."""
         if not self.works or step <= self._sent.get(kind, -1):
             return False
         self._sent[kind] = step

@@ -63,7 +63,7 @@ class ImageSignatures:
 
 
 def thumbnail_of(image: torch.Tensor) -> np.ndarray:
-    """Return (16, 16) uint8: mean grey values of the cells of an image uint8 (3, H, W)."""
+    """Return the thumbnail of an image uint8 (3, H, W): (16, 16) uint8, the mean grey values of 16 x 16 cells."""
     height, width = image.shape[-2:]
     step = max(1, min(height, width) // 128)  # a sample of the pixels is enough for a mean
     grey = image[:, ::step, ::step].float().mean(0)

@@ -242,7 +242,10 @@ def _data_of(
 
 
 def split_arguments(config: Mapping, options: SplitOptions) -> dict:
-    """Return the arguments of `open_split`, from the settings of a run and the options that replace them."""
+    """Return the keyword arguments of `open_split` for the validation data of a run, or the data in `options` instead.
+
+    config: the settings of the run.
+    """
     data = config["data"]
     split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"

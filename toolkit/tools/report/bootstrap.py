@@ -50,7 +50,7 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
 
 def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[float, float] | None:
     """Return the (low, high) ends of the interval that contains the middle `share` of the draws, after a shift of their
-    mean to `value`; None if no draw, or `value`, is finite.
+    mean to `value`. Return None if `value` is not finite, or none of the draws is.
 
     Args:
         draws: values of a metric in the bootstrap samples; those that are not finite are left out.
