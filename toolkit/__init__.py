@@ -5,7 +5,7 @@
     tools/                                        programs around training; they import the core
     index.py                                      the names of what lies outside the core
 
-The names below can be imported from here; each loads its module when it is asked for.
+The names in `toolkit.index.FACE` can be imported from this package; a module is loaded when its name is first used.
 """
 
 from typing import Any

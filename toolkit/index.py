@@ -1,8 +1,8 @@
 """The names of everything outside the core: detectors, readers, augmentation recipes, publishers of weights, tools.
 
-The core does not import these modules. It looks up a name here and loads its module when it is needed: `--help` waits
-for no detector, and the start of one loads none of the others. A new detector family is a folder below
-`toolkit/detectors/` and a line in each table that it has an entry for.
+The core does not import these modules. It looks up a name here and loads the module when it is needed: `--help` loads
+no detector, and a run loads only its own. A new detector family is a folder below `toolkit/detectors/` and a line in
+each of the tables here that concern the family.
 
 References are `module:attribute`.
 """
@@ -122,7 +122,7 @@ REPORT_STATISTICS = {"relations": f"{_SCENE_GRAPHS}.graph_report:judge_graphs"}
 
 
 def load(reference: str) -> Any:
-    """Import the module of a reference and return the attribute: a function, a class, an object or a module.
+    """Import the module of a reference, `module:attribute`, and return the attribute, which can itself be a module.
 
     Raises:
         ImportError, AttributeError, ValueError: the module or attribute does not exist, or the reference is malformed.

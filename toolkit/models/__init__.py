@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 class DetectorOptions:
     """The settings of every detector: its architecture, its initial weights, and its frozen parts.
 
-    A subclass adds its own settings with their published values. `given` holds the keys that were given when the object
-    was made (or set by `only_given`), so that a source of trained weights can replace the others. `inference_only`
-    lists the settings, or entries of one as `head_options.effect`, that a trained detector can change.
+    A subclass adds its own settings with their published values. `given` holds the settings that were given when the
+    object was made (or marked by `only_given`), so that a source of trained weights can replace the others.
+    `inference_only` lists the settings, or entries of a setting such as `head_options.effect`, that can be changed in a
+    trained detector.
     """
 
     inference_only: ClassVar[tuple[str, ...]] = ()
@@ -59,17 +60,18 @@ class DetectorOptions:
         return {name: getattr(self, name) for name in names}
 
     def only_given(self, names) -> "DetectorOptions":
-        """Mark these settings, and no others, as given (a parser passes all of them). Returns self."""
+        """Mark the settings `names`, and no others, as given, and return self; for a parser, which passes all settings.
+        """
         self.__dict__["_given"] = set(names)
         return self
 
 
 def detector_class(architecture: str) -> type["Detector"]:
-    """Return the class of a detector, by a name of `toolkit.index.DETECTORS` or as `module:Class`.
+    """Return the class of a detector, given by a name in `toolkit.index.DETECTORS` or as `module:Class`.
 
     Raises:
-        BadInput: an unknown name, module or class, a class that is not a `Detector`, or one that only a file names, see
-            `toolkit.base.imports`.
+        BadInput: the name, module or class is unknown; the class is not a `Detector`; or its import is not trusted,
+            because only a file names it, see `toolkit.base.imports`.
     """
     if architecture in index.DETECTORS:
         with importing():
@@ -103,25 +105,25 @@ def detector_class(architecture: str) -> type["Detector"]:
 
 
 def options_class(architecture: str) -> type[DetectorOptions]:
-    """Return the dataclass of a detector's settings. Raises BadInput as `detector_class`."""
+    """Return the dataclass of a detector's settings. For `architecture` and BadInput see `detector_class`."""
     if architecture in index.DETECTORS:
         return index.load(index.DETECTORS[architecture][1])
     return detector_class(architecture).Options
 
 
 def build_detector(architecture: str, *, class_names: Sequence[str], **settings) -> "Detector":
-    """Build a detector whose `options` build the same one again.
+    """Build a detector. Its attribute `options` holds all settings from which the same detector can be built again.
 
     Args:
-        architecture: one of `toolkit.index.DETECTORS`, or `module:Class`.
+        architecture: a name in `toolkit.index.DETECTORS`, or `module:Class`.
         class_names: one name per class, in the order of the labels.
-        settings: values of the detector's options, plain numbers, strings and lists, so that a run's `config.yaml`
-            builds the same model again; None: not given. Also the other arguments of its class, such as
-            `source_config` of the DETR family and `predicates` of scene graphs.
+        settings: values of the detector's options as plain numbers, strings and lists; None: not given. Also the other
+            arguments of the detector's class, such as `source_config` of the DETR family and `predicates` of scene
+            graphs.
 
     Raises:
-        BadInput: unknown architecture, no classes, an option that it does not have, or that cannot be met (unknown
-            backbone, no weights, ...), a class that does not keep the contract.
+        BadInput: the architecture is unknown; there are no classes; an option does not exist or cannot be met (unknown
+            backbone, no weights, ...); or the class does not keep the contract, see `check_contract`.
     """
     from toolkit.models.detector import check_contract
 
@@ -142,7 +144,7 @@ def build_detector(architecture: str, *, class_names: Sequence[str], **settings)
 
 
 def check_keys(architecture: str, options_type: type[DetectorOptions], keys: Iterable[str]) -> None:
-    """Raise BadInput for settings that the detector does not have, with the nearest name that it has."""
+    """Raise BadInput if any of the settings `keys` does not exist in `options_type`, with the nearest name of each."""
     names = [field.name for field in fields(options_type)]
     problems = []
     for key in [key for key in keys if key not in names]:

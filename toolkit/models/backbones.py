@@ -33,10 +33,10 @@ _PLAIN_VIT = {  # keywords of such a model
 
 
 def feature_strides(name: str) -> list[int]:
-    """Return the strides in pixels of the feature maps that timm backbone `name` offers, first to last.
+    """Return the strides in pixels of the feature maps that the timm backbone `name` offers, from shallow to deep.
 
     Raises:
-        BadInput: timm does not have the model (similar names are listed), or it gives no feature maps.
+        BadInput: timm does not have the model (the message lists similar names), or the model gives no feature maps.
     """
     if not timm.is_model(name):
         similar = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
@@ -51,7 +51,10 @@ def feature_strides(name: str) -> list[int]:
 
 
 def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of the RGB values in [0, 1] that backbone `name` was trained with."""
+    """Return mean and standard deviation of RGB values in [0, 1] that the timm backbone `name` was trained with.
+
+    ImageNet's are returned if timm does not know them.
+    """
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if cfg is None:
         return IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -59,15 +62,15 @@ def image_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def timm_model(name: str, pretrained: bool | str, **options) -> nn.Module:
-    """Create a timm model with `timm.create_model`; its errors are raised as BadInput.
+    """Create the model `name` with `timm.create_model`; errors of timm are raised as BadInput.
 
     Args:
-        pretrained: True: timm's pretrained weights (downloaded once); a path: a local file of such weights; False:
-            timm's random ones.
-        options: more keywords of `timm.create_model`.
+        pretrained: True: load timm's pretrained weights (downloaded once); a path: load the weights of a local file;
+            False: use timm's random initial weights.
+        options: further keyword arguments of `timm.create_model`.
 
     Raises:
-        BadInput: the weights cannot be fetched; those of a file, see `timm_model_from_file`.
+        BadInput: the weights cannot be downloaded, or the file cannot be used, see `timm_model_from_file`.
     """
     # Both are imported where they are needed: most runs start from random weights, or from those of a whole detector.
     if isinstance(pretrained, str):
@@ -106,17 +109,19 @@ def timm_features(
     Args:
         backbone: name of a timm model.
         strides: strides in pixels of the wanted maps, increasing.
-        pretrained_backbone: True: timm's weights (downloaded once); a path: a file of them; False: timm's random ones.
-        norm: replacement of the backbone's batch norms (other norms stay): "batch": none; "frozen": constants with the
-            pretrained statistics, without pretrained weights the identity; "group": group norms with the same weights
-            and biases (32 groups, fewer if the channels require it), for small batches from random weights;
-            "sync": batch norms with statistics of all ranks, on GPUs only when there are several ranks.
+        pretrained_backbone: see `pretrained` of `timm_model`.
+        norm: replacement of the backbone's batch norms; norms of other kinds are kept. "batch": batch norms are kept.
+            "frozen": constants with the pretrained statistics; the identity without pretrained weights. "group": group
+            norms with the same weights and biases (32 groups, fewer if the channels require it), for training with
+            small batches from random weights. "sync": batch norms with statistics over all ranks; with several ranks
+            this needs GPUs.
 
     Returns:
         The extractor and the channels C_i of its maps.
 
     Raises:
-        BadInput: timm does not have the backbone, or not with these strides; no weights available; unknown `norm`.
+        BadInput: timm does not have the backbone, or the backbone does not have these strides; the weights are not
+            available; or `norm` is unknown.
     """
     if norm not in NORM_CHOICES:
         raise BadInput(f"model.norm: {norm!r} is not one of {', '.join(NORM_CHOICES)}.")
@@ -141,14 +146,18 @@ def timm_features(
 
 
 def offered_strides(backbone: str) -> list[int]:
-    """Return the strides in pixels of the maps that `timm_features` can give. Raises BadInput as `feature_strides`."""
+    """Return the strides in pixels of the maps that `timm_features` can give for a timm backbone.
+
+    Raises BadInput as `feature_strides` does.
+    """
     if is_plain_vit(backbone):
         return list(PYRAMID_STRIDES)
     return feature_strides(backbone)
 
 
 def leaves_stages(features: nn.Module) -> bool:
-    """Return whether an extractor of timm may hold stages after its last map, which no loss depends on."""
+    """Return whether an extractor of timm may hold stages behind its last feature map; no loss depends on these stages.
+    """
     return features.feature_info.out_indices[-1] < len(features.feature_info.info) - 1
 
 
@@ -167,7 +176,9 @@ def replace_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def number_of_groups(channels: int) -> int:
-    """Return the groups of a group norm: 32 (Wu & He, ECCV 2018), or the next smaller divisor with 2 channels each."""
+    """Return the number of groups of a group norm: the largest divisor of `channels` that is at most 32 (Wu & He, ECCV
+    2018) and leaves at least 2 channels per group, else 1.
+    """
     most = min(32, channels // 2)
     divisors = [groups for groups in range(1, most + 1) if channels % groups == 0]
     return max(divisors, default=1)
@@ -207,7 +218,10 @@ def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_plain_vit(name: str) -> bool:
-    """Return whether timm's model `name` is a transformer of patches that accepts images of any size."""
+    """Return whether timm's model `name` is a plain vision transformer with feature maps of stride `PATCH_PX` alone.
+
+    Such a model accepts images of any size.
+    """
     if not timm.is_model(name):
         return False
     try:
@@ -220,16 +234,19 @@ def is_plain_vit(name: str) -> bool:
 
 
 class VitPyramid(nn.Module):
-    """A feature pyramid: normalised images (B, 3, H, W) to maps (B, C_i, H / s_i, W / s_i); 16 divides H and W.
+    """A plain vision transformer with a simple feature pyramid.
+
+    It computes maps (B, C_i, H / s_i, W / s_i) of strides s_i from normalised images (B, 3, H, W); H and W must be
+    multiples of 16.
 
     Args:
-        name: a timm model for which `is_plain_vit` holds.
-        pretrained_backbone: as in `timm_model`.
-        strides: strides in pixels of the maps, among 4, 8, 16 and 32, increasing. Widths are a quarter, half, all and
-            all of the transformer's.
+        name: a timm model for which `is_plain_vit` is True.
+        pretrained_backbone: see `pretrained` of `timm_model`.
+        strides: increasing strides in pixels of the maps, among 4, 8, 16 and 32. The number of channels C_i is a
+            quarter of the transformer's width for stride 4, half of it for stride 8, and the full width for 16 and 32.
 
     Raises:
-        BadInput: as `timm_model`.
+        BadInput: see `timm_model`.
     """
 
     def __init__(self, name: str, pretrained_backbone: bool | str, strides: Sequence[int]):
@@ -269,24 +286,29 @@ def _resampling(width: int, stride: int) -> nn.Module:
 
 
 def wake_frozen_norms(backbone: nn.Module) -> None:
-    """Set frozen norms of weight 0 to 1; timm initialises the last norm of a residual branch with 0."""
+    """Set the weights of frozen norms that are all 0 to 1, in place.
+
+    timm initialises the last norm of a residual branch with 0, and a frozen norm would keep that weight.
+    """
     for module in backbone.modules():
         if "weight" in module._buffers and not module.weight.any():
             module.weight.fill_(1)
 
 
 def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: bool | str) -> None:
-    """Freeze parts of a timm feature extractor, after its weights are loaded.
+    """Freeze parts of a timm feature extractor in place, after its weights are loaded.
 
     Args:
-        backbone: its batch norms are frozen buffers already, unless `freeze` is "none".
-        freeze: "paper": batch norms, and everything before the first feature map of stride 8 (in a ResNet: stem and
-            layer1), as facebookresearch/detr does; "norms": batch norms only; "none": nothing, batch norms learn.
-        pretrained: whether the weights are pretrained. Random ones have norms of weight 0 at the end of residual
-            branches; where such a norm is frozen it becomes 1, as in torchvision's ResNets.
+        backbone: the extractor, whose batch norms are frozen already unless `freeze` is "none".
+        name: its name in timm.
+        freeze: "paper": freeze batch norms and everything before the first feature map of stride 8 (in a ResNet: stem
+            and layer1), as facebookresearch/detr does; "norms": freeze batch norms only; "none": freeze nothing, and
+            make any frozen batch norms trainable.
+        pretrained: whether the weights are pretrained. If not, frozen norms of weight 0, which end residual branches in
+            timm, are set to 1, as in torchvision's ResNets.
 
     Raises:
-        BadInput: an unknown choice, or "paper" for a backbone without such a feature map.
+        BadInput: `freeze` is unknown, or it is "paper" and the backbone has no feature map of stride 8 or more.
     """
     if freeze not in FREEZE_CHOICES:
         raise BadInput(f"model.freeze: {freeze!r} is not one of {', '.join(FREEZE_CHOICES)}.")

@@ -1,4 +1,4 @@
-"""The detector contract, between a model and all code that trains, evaluates, saves or uses it."""
+"""The contract of detectors: what all code that trains, evaluates, saves or uses a detector expects of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,10 +17,13 @@ from toolkit.models.nms import settled
 
 @dataclass
 class MapTap:
-    """A module from which feature maps (B, C, H / stride, W / stride) of a detector are taken.
+    """A part of a detector from which feature maps (B, C, H / stride, W / stride) are taken.
 
-    module: the part that returns them, among other outputs. strides, channels: one of each for each map.
-    read: arguments and output of that part -> the maps, in the order of `strides`.
+    Attributes:
+        module: the part, whose output contains the maps.
+        strides, channels: stride in pixels and number of channels C of each map.
+        read: function that takes the arguments and the output of `module` and returns the maps in the order of
+            `strides`.
     """
 
     module: nn.Module
@@ -31,9 +34,10 @@ class MapTap:
 
 @contextmanager
 def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
-    """Yield a dict of feature maps by stride, filled while the detector runs inside.
+    """Yield a dict that receives the feature maps by stride when the detector is run in the `with` block.
 
-    The maps of a part's first run count: SSD runs its backbone again to find the sizes of its maps.
+    If a part runs several times, the maps of its first run are kept: SSD runs its backbone again to find the sizes of
+    its maps.
     """
     maps: dict[int, Tensor] = {}
 
@@ -51,31 +55,37 @@ def kept_maps(taps: Sequence[MapTap]) -> Iterator[dict[int, Tensor]]:
 
 
 class Detector(nn.Module):
-    """The base of all detectors.
+    """The base class of all detectors.
 
-    A subclass is built as `Class(class_names, options, **known)` and sets its announcements.
+    A subclass is built as `Class(class_names, options, **known)` and sets the attributes below that differ from their
+    defaults.
 
-    Announced, as attributes of the class or set by `__init__`:
+    Attributes, of the class or set by `__init__`:
         Options: the dataclass of its settings, a subclass of `DetectorOptions`.
-        loss_names: every loss that `criterion` may return. default_weights: weight by name, or by the name that others
-            are auxiliary layers of.
-        divided_by: {loss name: name of the denominator that `criterion` divides it by}; one name: of all losses.
-        averaged_denominators: those that the original program shares between its processes.
-        metric_names: metrics that `criterion` returns beside losses.
-        fixed_size: images must have one size and no padding. stride: sides of batches are multiples of it.
-        weighs_boxes: the criterion weighs each box by `target["mixup"]`. masks_unlabelled: no loss makes a class less
-            likely in an image whose `target["labelled"]` says that it is not labelled there.
-        buffers_steer_training: buffers that training changes, such as running statistics, are used in its forward pass;
-            every forward then copies those of the first process to all. If they are not used, an evaluation does so.
-        leaves_unused: trained parameters may be unused in the losses of a step, such as those of denoising on a batch
-            without boxes; with several processes each step searches for them (tests/test_contract.py).
-        class_tensors: tensors with rows per class, see `toolkit.models.weights.mapping`.
+        loss_names: names of all losses that `criterion` may return.
+        default_weights: {loss name: default weight}; the weight of a loss also applies to the same loss of auxiliary
+            layers.
+        divided_by: {loss name: name of the denominator that `criterion` divides the loss by}, or one name for all.
+        averaged_denominators: names of the denominators that the original program averages over its processes.
+        metric_names: names of the metrics that `criterion` returns beside the losses.
+        fixed_size: all images must have one size, without padding.
+        stride: heights and widths of batches are multiples of this number of pixels.
+        weighs_boxes: the criterion weighs each box by `target["mixup"]`.
+        masks_unlabelled: if `target["labelled"]` says that a class is not labelled in an image, no loss makes the class
+            less likely in this image.
+        buffers_steer_training: the forward pass in training uses buffers that training changes, such as running
+            statistics; each forward pass then copies the buffers of the first process to all others. False: they are
+            copied before an evaluation only.
+        leaves_unused: the losses of a step may not depend on all trained parameters, such as those of denoising on a
+            batch without boxes; with several processes, each step then searches for unused parameters.
+        class_tensors: patterns of names of tensors with rows per class, see `toolkit.models.weights.pretrained`.
         slow_prefixes: prefixes of the parameters that the original program trains at a tenth of the learning rate.
-        mean, std: of RGB values in [0, 1].
-        max_detections: detections of an image, over all classes, that an evaluation keeps by default: as many as that
-            of the original program. object_limits: {setting: objects that it can find in an image}.
-        exported_sides: image sides that an exported file accepts: "any", "multiples" of `stride`, or "fixed", those it
-            was exported for; empty: `forward` and `decode` cannot be traced, and export is not possible.
+        mean, std: mean and standard deviation of RGB values in [0, 1], by which images are normalised.
+        max_detections: default number of detections of an image, over all classes, that an evaluation keeps, as in the
+            original program.
+        object_limits: {setting: number of objects in an image that the detector can find with it}.
+        exported_sides: image sides that an exported file accepts: "any", "multiples" of `stride`, or "fixed" (the size
+            that it was exported for); "": the detector cannot be exported.
     """
 
     Options: type[DetectorOptions] = DetectorOptions
@@ -99,29 +109,34 @@ class Detector(nn.Module):
     object_limits: Mapping[str, int] = {}
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
-        """Compute outputs, under autocast, of uint8 images (B, 3, H, W) with sizes (B, 2) h, w without padding."""
+        """Return the outputs for a batch of uint8 images (B, 3, H, W), whose sizes (height, width) without padding are
+        sizes (B, 2); called under autocast."""
         raise NotImplementedError
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return this batch's share of every denominator, from CPU targets, before the forward."""
+        """Return what this batch adds to every denominator of the losses, by name; called before the forward pass, with
+        targets on the CPU."""
         raise NotImplementedError
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping) -> tuple[dict, dict]:
-        """Return unweighted losses in float32, each divided by its denominator, and metrics as (sum, count)."""
+        """Return unweighted losses in float32, each divided by its denominator, and metrics as (sum, count), both by
+        name."""
         raise NotImplementedError
 
     def decode(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return detections as boxes, scores and labels, those to be cut off last.
+        """Return the detections of a batch as boxes, scores and labels, in the order in which `postprocess` keeps them.
 
-        Boxes (B, K, 4) are float32 xyxy in pixels of the original images, scores (B, K), labels (B, K) int64 from 0,
-        and -1 in rows without a detection; on the device, without a host read.
+        Boxes (B, K, 4) are float32 xyxy in pixels of the original images, scores (B, K), and labels (B, K) int64 from
+        0, with -1 in rows without a detection. They stay on the device, and nothing is read from it.
 
         Args:
-            sizes, orig_sizes: (B, 2) h, w of the images as the network saw them, without padding, and originally.
-            score_threshold, top_k: scores that are not above the threshold, and more than `top_k` detections of an
-                image, are not used; they may be left out or not.
+            outputs: result of `forward`.
+            sizes, orig_sizes: (B, 2) height and width of the images as the network saw them, without padding, and of
+                the original images.
+            score_threshold, top_k: `postprocess` drops detections with scores that are not above the threshold, and all
+                but the first `top_k` of an image. `decode` may drop them before, to save time, but need not.
         """
         raise NotImplementedError
 
@@ -134,9 +149,10 @@ class Detector(nn.Module):
         score_threshold: float = 0.0,
         top_k: int = 100,
     ) -> list[dict[str, Tensor]]:
-        """Return the first `top_k` detections of each image with scores above the threshold, on the CPU.
+        """Return the detections of each image on the CPU: the first `top_k` of `decode` that score above the threshold.
 
-        They are the `boxes (K, 4)`, `scores (K,)` and `labels (K,)` of `decode`. The host waits for a device once.
+        Each image has a dict with `boxes (K, 4)`, `scores (K,)` and `labels (K,)`; for the arguments see `decode`. The
+        host waits for the device once.
         """
 
         def select() -> tuple[list[Tensor], None]:
@@ -150,31 +166,45 @@ class Detector(nn.Module):
         return first_rows(counts.tolist(), columns)
 
     def map_taps(self) -> list[MapTap]:
-        """Return the taps of feature maps for models built on this one, such as scene graphs; none: there are none."""
+        """Return the parts from which models built on this one, such as scene graphs, take feature maps; by default
+        there are none.
+        """
         return []
 
     def all_predictions(self, outputs: Mapping, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every prediction before the best are chosen, for models built on this one.
+        """Return all N predictions of each image, before the best are chosen, for models built on this one.
+
+        Args:
+            outputs: result of `forward`.
+            sizes: (B, 2) height and width of the images as the network saw them, without padding.
 
         Returns:
-            boxes (B, N, 4) xyxy in pixels of the model's images and scores (B, N, C) of the classes in [0, 1], float32.
+            boxes (B, N, 4) xyxy in pixels of the images as the network saw them, and class scores (B, N, C) in [0, 1];
+            both float32.
         """
         raise NotImplementedError
 
     def resolved_options(self) -> dict:
-        """Return the settings with the values really used; a subclass adds those that it determined itself."""
+        """Return the settings with the values in use; a subclass adds the values that it has determined itself."""
         return dict(self.options)
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `toolkit.models.final.load_detector_folder` loads; see there."""
+        """Write the detector to a folder that `toolkit.models.final.load_detector_folder` loads.
+
+        Args:
+            categories: classes in the order of the labels.
+            processor_size: the size to which images are resized, see `toolkit.data.pipeline.processor_size`; None:
+                images keep their size.
+        """
         from toolkit.models.final import save_detector_folder  # transformers, which takes seconds to import
 
         save_detector_folder(self, processor_size, folder, categories)
 
     def make_evaluator(self, table, backend: str):
-        """Return the evaluator of this detector on a table; None: COCO's box metrics.
+        """Return the evaluator of this detector on a data table; None, the default, stands for `CocoEvaluator`.
 
-        A subclass may use more `eval` settings, see `toolkit.evaluation.coco.make_evaluator`.
+        A subclass may take more settings of the group `eval`, see `toolkit.evaluation.coco.make_evaluator`. backend:
+        see `eval.backend`.
         """
         return
 
@@ -184,24 +214,24 @@ class Detector(nn.Module):
 
     @property
     def denominator_names(self) -> tuple[str, ...]:
-        """The names of the denominators, each once."""
+        """The names of all denominators in `divided_by`, without duplicates."""
         if isinstance(self.divided_by, str):
             return (self.divided_by,)
         return tuple(dict.fromkeys(self.divided_by.values()))
 
 
 def denominator_of(detector: Detector, loss: str) -> str:
-    """Return the name of the denominator that a loss is divided by."""
+    """Return the name of the denominator that the loss of the name `loss` is divided by."""
     if isinstance(detector.divided_by, str):
         return detector.divided_by
     return detector.divided_by[loss]
 
 
 def check_contract(detector: nn.Module) -> None:
-    """Check a detector against the contract before the first step.
+    """Check that a detector has all methods and attributes of a `Detector`, before the first step.
 
     Raises:
-        BadInput: all faults at once.
+        BadInput: methods or attributes are missing or not valid; the message lists all of them.
     """
     cls = type(detector)
     problems = []

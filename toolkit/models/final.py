@@ -1,6 +1,7 @@
-"""The `final/` folder of a run: a transformers detector that loads without this project, or our own format.
+"""Writes and reads the `final/` folder of a run: a transformers detector, which loads without this project, or a folder
+of this toolkit's own format.
 
-What a person may change in a trained detector is here too: settings of its predictions, see `with_inference_settings`.
+It also changes settings of prediction in a trained detector, see `with_inference_settings`.
 """
 
 import copy
@@ -34,15 +35,17 @@ KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shorte
 def save_transformers_folder(
     model: PreTrainedModel, processor, processor_size: Mapping[str, int] | None, folder: Path, categories: Sequence
 ) -> None:
-    """Write weights, config and image processor as `AutoModelForObjectDetection` and `AutoImageProcessor` load them.
+    """Write weights, config and image processor so that `AutoModelForObjectDetection` and `AutoImageProcessor` load
+    them; also `categories.json` and a model card.
 
     Args:
-        processor: transformers image processor without its size.
-        processor_size: its size, as transformers spells it; None: images keep their size.
+        processor: transformers' image processor, whose size is set here.
+        processor_size: the size to which images are resized, in the form of transformers; None: the processor keeps
+            its size.
         categories: classes in the order of the labels; `categories.json` keeps their original ids.
 
-    The model is saved with `auxiliary_loss=False`: loading it for use needs no losses, and transformers' own auxiliary
-    outputs of DETR change the last layer.
+    The model is saved with `auxiliary_loss=False`, because the loaded model needs no losses, and transformers' own
+    auxiliary outputs of DETR change the last layer.
     """
     transformers_logging.disable_progress_bar()  # one shard, written at once
     folder = Path(folder)
@@ -72,12 +75,14 @@ def save_transformers_folder(
 def save_detector_folder(
     detector: nn.Module, processor_size: Mapping[str, int] | None, folder: Path, categories: Sequence
 ) -> None:
-    """Write `model.safetensors`, `config.json` (all that `build_detector` needs) and `categories.json`.
+    """Write `model.safetensors`, `config.json` (all that `build_detector` needs), `categories.json` and a model card.
+
+    `load_detector_folder` reads the folder. This format is for detectors that transformers does not have.
 
     Args:
-        processor_size: the size to which images are resized before the detector, as in `save_transformers_folder`.
-
-    `load_detector_folder` reads it. It is for detectors that transformers does not have.
+        processor_size: the size to which images are resized, see `toolkit.data.pipeline.processor_size`; None: images
+            keep their size.
+        categories: classes in the order of the labels.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,12 +100,13 @@ def save_detector_folder(
 def load_detector_folder(
     folder: Path, settings: Mapping = MappingProxyType({})
 ) -> tuple[nn.Module, list[Category], dict[str, int] | None]:
-    """Load the detector of `save_detector_folder` in evaluation mode; return it, its categories, and its image size.
+    """Load a detector that `save_detector_folder` wrote; return the detector in evaluation mode, its categories, and
+    the size to which its images are resized.
 
-    settings: settings of the model that replace its own; see `with_inference_settings`.
+    settings: settings by key that replace those of the detector, see `with_inference_settings`.
 
     Raises:
-        BadInput: a missing folder, one of another program, settings that cannot be changed.
+        BadInput: the folder is missing or was not written by this toolkit, or settings cannot be changed.
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
@@ -138,7 +144,10 @@ def read_categories(file: Path) -> list[Category]:
 
 
 def load_detector_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Load all weights of a detector from `source`. Raises BadInput if they are those of another one."""
+    """Load tensors into a detector in place. Raises BadInput if they are not exactly the detector's tensors.
+
+    source: the file that the tensors come from, for the message.
+    """
     try:
         detector.load_state_dict(tensors)
     except RuntimeError as error:
@@ -148,9 +157,9 @@ def load_detector_weights(detector: nn.Module, tensors: Mapping[str, torch.Tenso
 
 
 def checked_size(size: Any) -> Mapping[str, int] | None:
-    """Return the size, in pixels, to which images are resized, after a check; None: images keep their size.
+    """Return `size`, the size in pixels to which images are resized, if it is valid; None: images keep their size.
 
-    Its forms are those of `toolkit.data.pipeline.processor_size`. Raises ValueError for anything else.
+    Raises ValueError if it has none of the forms of `toolkit.data.pipeline.processor_size`.
     """
     if size is None:
         return size
@@ -164,14 +173,14 @@ def checked_size(size: Any) -> Mapping[str, int] | None:
 
 
 def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
-    """Return the settings of a model, changed by those that were asked for.
+    """Return a copy of a model's settings with other values of settings that do not affect training.
 
     Args:
         model: the group `model` of a run's settings.
-        asked: by key; `head_options.effect` is an entry of the setting `head_options`.
+        asked: the new values by key; the key `head_options.effect` means an entry of the setting `head_options`.
 
     Raises:
-        BadInput: unknown settings, or settings that training depends on.
+        BadInput: a setting is unknown, or training depends on it.
     """
     allowed = options_class(model["architecture"]).inference_only
     wrong = [key for key in asked if key not in allowed]

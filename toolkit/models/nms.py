@@ -1,11 +1,11 @@
 """Greedy non-maximum suppression of a whole batch, class by class, on any device.
 
-On a CPU it is torchvision's loop. Exported files hold that as one operator, `nms_keep`, which ONNX has too
-(`toolkit.tools.export.operators`). On a GPU, where the loop would wait for each image, it is computed as a fixed point:
-a box is kept if no better kept box overlaps it too much. After n rounds the result is correct for at least the n best
-boxes, so the rounds converge to the greedy result; their number is the length of the longest chain of boxes that
-suppress each other. Only the device knows whether they were enough, and `settled` reads that in the same copy as the
-results.
+On a CPU, torchvision's loop is used. Exported files have one operator for this loop, `nms_keep`, which is translated to
+an operator of ONNX (`toolkit.tools.export.operators`). On a GPU, where the loop would wait for each image, suppression
+is computed as a fixed point: a box is kept if no better kept box overlaps it too much. After n rounds the result is
+correct for at least the n best boxes, so the rounds converge to the greedy result; the number of rounds needed is the
+length of the longest chain of boxes that suppress each other. Only the device knows whether the rounds made were
+enough, and `settled` reads this in the same copy as the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,10 @@ PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
 class SuppressionTrust(NamedTuple):
-    """The rounds and boxes per image that are assumed to suffice, and 0-dim bools: whether they did not."""
+    """The numbers of rounds and of boxes per image (`width`) that are assumed to suffice for suppression.
+
+    doubts: 0-dim bool tensors on the device, each True if the assumption was wrong.
+    """
 
     rounds: int
     width: int
@@ -41,10 +44,14 @@ Rest = TypeVar("Rest")
 def class_wise_nms(boxes_xyxy: Tensor, scores: Tensor, threshold: float, order: Tensor | None = None) -> Tensor:
     """Apply class-wise NMS to boxes (B, C, N, 4) with scores (B, C, N); rows of score 0 are not boxes.
 
-    threshold: IoU above which the better box of a class wins. order: (B, C * N), the order of rows with equal scores,
-        on a CPU; None: the first row comes first.
+    Args:
+        threshold: IoU above which a box is suppressed by a better box of its class.
+        order: (B, C * N) int64, the rows of each image in the order in which equal scores are ranked, used on a CPU
+            only; None: of equal scores, the first row comes first.
 
-    Returns (B, C, N) in the scores' dtype: 0 for suppressed boxes, else higher the better its rank in its image.
+    Returns:
+        (B, C, N) in the dtype of the scores: 0 for suppressed boxes; for kept boxes a positive number that is larger
+        the better the box ranks by score in its image.
     """
     if torch.compiler.is_exporting():
         keep = nms_keep(boxes_xyxy.flatten(0, 1), scores.flatten(0, 1), threshold)  # (B * C, N)
@@ -118,11 +125,11 @@ def _countdown(count: int, like: Tensor) -> Tensor:
 
 
 def nms_by_label(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Return the rows of boxes (N, 4) that NMS keeps, label by label, best first; of equal scores the first row.
+    """Apply NMS to the boxes (N, 4) of each label separately, and return the rows of the kept boxes, best first.
 
-    torchvision's `batched_nms` moves the boxes of each label apart by a multiple of the largest coordinate. That is
-    exact only for boxes inside their image and near its corner: at 60,000 px, or left of the image, boxes of one label
-    would suppress those of another.
+    Of equal scores, the first row comes first. torchvision's `batched_nms`, which shifts the boxes of each label by a
+    multiple of the largest coordinate, is not used: far from the origin (at 60,000 px), or with negative coordinates,
+    boxes of one label would suppress those of another.
     """
     kept = []
     for label in labels.unique():
@@ -144,10 +151,14 @@ def sorted_nms(
     labels: Tensor | None = None,
     classes: int = 1,
 ) -> Tensor:
-    """Apply NMS by rounds, on every device: (G, K) bool, the kept ones of boxes (G, K, 4), best first in each group.
+    """Apply NMS in rounds, on any device, to G groups of K boxes each; return a bool mask (G, K) of the kept boxes.
 
-    valid: (G, K), False for padding. labels: (G, K), boxes of different labels do not suppress each other; None: all
-    have the same label. classes: the number of labels, for exporters, which cannot trace the rounds.
+    Args:
+        boxes_xyxy: (G, K, 4), sorted from best to worst score in each group.
+        valid: (G, K) bool, False for padding.
+        threshold: IoU above which a box is suppressed by a better one.
+        labels: (G, K); boxes of different labels do not suppress each other. None: all boxes have the same label.
+        classes: the number of labels; needed only in export, where the rounds cannot be traced.
     """
     if torch.compiler.is_exporting():
         of_class = labels[:, None] == torch.arange(classes, device=labels.device)[:, None]  # (G, C, K)
@@ -185,10 +196,11 @@ def sorted_nms(
 
 
 def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
-    """Run `compute` and copy the tensors it returns first to the CPU, with one host synchronisation.
+    """Call `compute`, which returns tensors and anything else; return both, with the tensors copied to the CPU.
 
-    Suppression inside assumes that few boxes and rounds suffice, and the copy shows whether they did. If not, `compute`
-    runs again with more of both, and finally with a synchronisation after each round.
+    The host waits for the device only once, for the copy. NMS inside `compute` first assumes that few boxes and few
+    rounds suffice, and the copy shows whether they did. If not, `compute` is called again with more of both, and at
+    last with a synchronisation after every few rounds.
     """
     for rounds, width in ((ROUNDS_BEFORE_CHECK, USUAL_GROUP), (8 * ROUNDS_BEFORE_CHECK, MAX_GROUP)):
         trust = SuppressionTrust(rounds, width, [])
@@ -207,10 +219,11 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
 
 
 def top_k_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the best scores and their rows (B, min(count, N)) of scores (B, N) >= 0, best first.
+    """Return the `count` highest of scores (B, N) and their rows, both (B, min(count, N)), best first.
 
-    Ties are broken by position, or by `order` (N,), unique integers. Exported files have no stable order: ties are
-    broken by the runtime, and an image with fewer scores is padded to `count` rows of score 0.
+    Scores must not be negative. Of equal scores, the one with the smaller position comes first, or the one with the
+    smaller value in `order` (N,), unique integers. In exported files the runtime decides about equal scores, and an
+    image with fewer than `count` scores is padded to `count` rows of score 0.
     """
     if torch.compiler.is_exporting():
         best, rows = pad(scores, (0, count)).topk(count, dim=1)
@@ -226,9 +239,11 @@ def top_k_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple
 
 @torch.library.custom_op("toolkit::nms_keep", mutates_args=())
 def nms_keep(boxes: Tensor, scores: Tensor, nms_iou: float) -> Tensor:
-    """Apply non-maximum suppression to every group: bool (G, N), kept, of boxes (G, N, 4) xyxy with scores (G, N).
+    """Apply NMS to each of G independent groups, such as the classes of an image; return a bool mask (G, N) of the kept
+    boxes.
 
-    Rows of score 0 are not boxes. Groups, such as the classes of an image, are independent.
+    boxes are (G, N, 4) xyxy, scores (G, N); rows of score 0 are not boxes. nms_iou: IoU above which a box is suppressed
+    by a better one.
     """
     keep = scores > 0
     groups = (keep.sum(1) > 1).nonzero()[:, 0]

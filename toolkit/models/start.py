@@ -1,4 +1,4 @@
-"""The initial detector of a run: built from the settings, with pretrained weights if any, partly frozen."""
+"""Builds the initial detector of a run from the settings, loads pretrained weights if any, and freezes parts of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -24,23 +24,27 @@ def start_detector(
     say: Callable,
     known: Mapping | None = None,
 ) -> Detector:
-    """Build the initial detector of a run by the settings, load the weights of `pretrained`, and freeze parts of it.
+    """Build the initial detector of a run from the settings, load the weights `options.pretrained`, freeze parts of the
+    detector, and return it.
 
-    A given setting takes precedence over that of the weights' source, and that one over the published default. The
-    detector settings of the source (and `known`) are written to `<folder>/pretrained_config.json` with the names of the
-    given settings, so that the run folder alone builds the detector again, and the table of tensors to
-    `<folder>/pretrained.txt`.
+    A setting that the user gave overrides the setting of the weights' source, which overrides the published default.
+    The settings of the source (and `known`) and the names of the given settings are written to
+    `<folder>/pretrained_config.json`, so that the detector can be built again from the run folder alone. A table of the
+    loaded tensors is written to `<folder>/pretrained.txt`.
 
     Args:
-        options: settings of the detector; they record which of them were given.
-        class_names: in the order of the labels.
+        options: settings of the detector, with `given`, the settings that the user gave.
+        class_names: names of the classes in the order of the labels.
         folder: the run folder.
-        resumed_from: the checkpoint that will be loaded; its weights, not those of `pretrained`, count then.
+        resumed_from: the checkpoint that the run resumes from, whose weights the caller loads afterwards; the weights
+            `options.pretrained` are then not loaded.
         say: a function that prints a text on the main process.
-        known: more keywords of `build_detector` that are not settings of the user, such as the names of predicates.
+        known: further keyword arguments of `build_detector` that are not settings of the user, such as the names of
+            predicates.
 
     Raises:
-        BadInput: a source that is not available or does not fit, every error of `build_detector`, unknown prefixes.
+        BadInput: the source is not available or does not fit, a prefix matches nothing, or any error of
+            `build_detector`.
     """
     architecture = options.architecture
     name = options.pretrained
@@ -75,12 +79,12 @@ def start_detector(
 
 
 def check_weights(options: DetectorOptions) -> None:
-    """Check that the trained weights named by the settings are available and fit, before the data are read.
+    """Check that the pretrained weights in the settings are available and fit, before the data are read.
 
-    A detector is built on them for a placeholder class. Weights of scene graphs depend on the data: only those of their
-    backbone are checked.
+    A detector with these weights is built for one placeholder class, and dropped. The weights of scene graphs depend on
+    the data, so only the weights of their backbone are checked.
 
-    Raises BadInput as `start_detector`.
+    Raises BadInput as `start_detector` does.
     """
     if not (options.pretrained or options.pretrained_backbone):
         return
@@ -101,9 +105,11 @@ def check_weights(options: DetectorOptions) -> None:
 
 
 def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> None:
-    """Raise BadInput for data that the losses of a detector do not take into account.
+    """Raise BadInput if the data need a property that the losses of the detector do not have.
 
-    These are images mixed by mixup, and classes that some images do not label.
+    Args:
+        mixup: images are mixed, which needs `weighs_boxes`.
+        partly_labelled: some classes are not labelled in some images, which needs `masks_unlabelled`.
     """
     name = detector.options["architecture"]
     faults = []

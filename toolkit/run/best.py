@@ -18,12 +18,14 @@ class Best:
     """Keeps the best value of one metric of the evaluation rows.
 
     Args:
-        metric: name below `val/`, such as "bbox_AP" or "ema/bbox_AP".
-        patience: evaluations without a better value after which `patience_is_over`; None: never.
+        metric: name of the metric in a row without the prefix `val/`, such as "bbox_AP" or "ema/bbox_AP".
+        patience: number of evaluations in a row without a better value after which `patience_is_over` is True; None:
+            never.
 
     Attributes:
-        value, step: the best one and its step; None and -1 while there is none.
-        evaluated_step: the last step that was evaluated.
+        value, step: the best value and its step; None and -1 before the first defined value.
+        without_better: number of evaluations since the best one.
+        evaluated_step: the step that was evaluated last; -1: none.
     """
 
     kept_in_rollback = True
@@ -45,14 +47,16 @@ class Best:
 
     @property
     def of_average(self) -> bool:
-        """Whether the metric is one of the averaged weights."""
+        """Whether the metric is measured with the averaged weights (EMA)."""
         return self.metric.startswith("ema/")
 
     def note(self, step: int, row: Mapping[str, float | None]) -> bool:
-        """Take an evaluation row; True if it is the best so far. A NaN never is.
+        """Take the metric from the evaluation row of a step, and return True if it is the best value so far.
+
+        None and NaN are never the best.
 
         Raises:
-            BadInput: the row has no such metric; the message lists those it has.
+            BadInput: the row does not have the metric; the message lists the metrics that it has.
         """
         self.evaluated_step = step
         key = f"val/{self.metric}"
@@ -69,16 +73,19 @@ class Best:
         return better
 
     def larger_is_better(self, row: Mapping[str, float | None]) -> float | None:
-        """Return the metric of a row, its sign changed where less is better; None where it is undefined."""
+        """Return the metric of a row, negated if smaller values of the metric are better; None if it is undefined."""
         value = row[f"val/{self.metric}"]
         return None if value is None else (-value if is_minimised(self.metric) else value)
 
     def state_dict(self) -> dict:
-        """JSON values, with the metric that they are of."""
+        """Return the state as JSON values, including the name of the metric."""
         return {"metric": self.metric, **{name: getattr(self, name) for name in _STATE}}
 
     def load_state_dict(self, state: Mapping) -> bool:
-        """Restore the best so far, and return True; False: that is of another metric, and everything starts anew."""
+        """Restore the state of `state_dict` and return True.
+
+        If the state is of another metric, reset everything instead and return False.
+        """
         if state["metric"] != self.metric:
             self.forget()
             return False
@@ -88,6 +95,9 @@ class Best:
 
 
 def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True) -> BadInput:
-    """Make the error about an unknown metric, which lists the known ones."""
+    """Return the error about an unknown metric, which lists the known `metrics`.
+
+    has_average: False adds that metrics of averaged weights need `--optim.ema_decay`.
+    """
     hint = "" if has_average else " ema/ metrics need --optim.ema_decay above 0."
     return BadInput(f"--eval.metric_for_best {metric}: no such metric; there are {', '.join(sorted(metrics))}.{hint}")

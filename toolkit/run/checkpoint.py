@@ -6,8 +6,9 @@
                                     MANIFEST.json      format, kind, step, sequence, size and sha256 of every file
     <run>/checkpoints/{latest,best} relative links to a step folder (one-line text files where links are not possible)
 
-A checkpoint is written in a temporary folder, manifest last, flushed, and renamed. Which one is newest is told by the
-manifest's `sequence`, not by the step: a run that went back to an older checkpoint leaves higher steps behind.
+A checkpoint is written to a temporary folder, with the manifest last, flushed to the disk, and renamed. The newest
+checkpoint is the one with the largest `sequence` in its manifest, not the one with the largest step: a run that went
+back to an older checkpoint leaves checkpoints of higher steps behind.
 """
 
 import errno
@@ -46,14 +47,14 @@ _STEP_FOLDER = re.compile(r"step_(\d{6,})(\.replaced)?")
 
 
 class CheckpointError(BadInput):
-    """A checkpoint cannot be written or used; says which file, why, and what to do."""
+    """A checkpoint cannot be written or used. The message names the file, the reason, and the remedy."""
 
 
 @dataclass
 class Checkpoint:
     """A checkpoint that was read back: the arguments of `save_checkpoint`, with tensors on the CPU.
 
-    That of a run has the state of its parts (`toolkit.run.parts`), and says what the run is of.
+    A checkpoint of kind "run" holds the state of every part of the run (`toolkit.run.parts`).
     """
 
     path: Path
@@ -69,12 +70,12 @@ class Checkpoint:
         return joined_by_part(self.tensors, self.optimizer, self.state, self.extra)
 
     def of_part(self, name: str) -> dict:
-        """Return the plain values in the state of one part; empty where it has none."""
+        """Return the JSON values in the state of the part `name`, without its tensors; empty if it has none."""
         return self.state["parts"].get(name, {})
 
     @property
     def categories(self) -> list[dict]:
-        """The classes that the weights are of, as JSON values."""
+        """The classes that the weights were trained for, as JSON values: a dict with `id` and `name` for each."""
         return self.of_part("data")["categories"]
 
 
@@ -94,27 +95,30 @@ def save_checkpoint(
     kind: str = "state",
     extra: Mapping | None = None,
 ) -> Path:
-    """Write `folder/step_<step>`, point `latest` (and `best`) at it, then delete what is no longer kept.
+    """Write the checkpoint `folder/step_<step>`, point the link `latest` at it, delete checkpoints no longer kept, and
+    return the path of the new one.
 
-    Called by one process. A checkpoint of the same step is replaced. At any moment, a kill included, the newest
-    checkpoint under its name is whole.
+    Only one process may call it. A checkpoint of the same step is replaced. Even if the process is killed at any
+    moment, the newest checkpoint that has a final name is complete.
 
     Args:
         folder: the run's `checkpoints` folder, made when missing.
         step: optimizer steps done.
         tensors: file stem ("model", "ema", ...) -> state dict. Any dtype, device and stride; tied tensors are stored
-            under each name. Written from where they lie: only tied, strided or GPU tensors are copied first.
+            under each name. Only tied, strided and GPU tensors are copied in memory before they are written.
         optimizer: `optimizer.state_dict()`, or None.
-        state: JSON values with string keys; floats come back to the last bit, NaN and infinities too, tuples as lists.
-        keep: newest checkpoints kept (at least 1), besides `best` and `latest`.
-        best: this one is the best so far.
-        keep_every: checkpoints of step keep_every, 2 * keep_every, ... are kept for good; 0: none is.
-        extra: further state that `torch.load(weights_only=True)` reads back.
-        kind: "run": of all that a run needs to go on, which is checked on load.
+        state: JSON values with string keys. Floats are read back bit-identical, also NaN and infinity; tuples are read
+            back as lists.
+        keep: number of newest checkpoints to keep (at least 1), in addition to those of `best` and `latest`.
+        best: whether this checkpoint is the best so far; the link `best` then points at it.
+        keep_every: checkpoints of step keep_every, 2 * keep_every, ... are never deleted; 0: there are none of these.
+        extra: further state, which `torch.load(weights_only=True)` must be able to read back.
+        kind: "run" for a checkpoint with everything that a run needs to go on, which is checked when it is loaded;
+            "state" for any other.
 
     Raises:
-        CheckpointError: no space, no right to write, ...; the earlier checkpoints are untouched.
-        TypeError: `state` holds something JSON has no form for; names where.
+        CheckpointError: there is no space, no permission to write, ...; the earlier checkpoints are untouched.
+        TypeError: `state` holds a value that is not JSON; the message says where.
     """
     folder = Path(folder)
     text = json.dumps(encode_json(state, "state"), indent=1, allow_nan=False)  # fails before anything is touched
@@ -142,18 +146,18 @@ def save_checkpoint(
 
 
 def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool = False, keep_every: int = 0) -> Path:
-    """Give the checkpoint `folder/step_<step>` another state; its other files stay as they are.
+    """Replace `state.json` of the checkpoint `folder/step_<step>`, keep its other files, and return its path.
 
-    For what is known only after the checkpoint was written: the outcome of its evaluation. At any moment, a kill
-    included, the checkpoint is whole, with the earlier state or with this one.
+    This adds what is known only after the checkpoint was written: the outcome of its evaluation. Even if the process
+    is killed at any moment, the checkpoint is complete, with either the earlier or the new state.
 
     Args:
-        state, keep, keep_every: as of `save_checkpoint`.
-        best: the checkpoint is the best so far; the one that was it before is deleted if nothing else keeps it.
+        state, keep, keep_every: see `save_checkpoint`.
+        best: whether the checkpoint is the best so far; the previous best one is deleted if nothing else keeps it.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, no space, no right to write, ...
-        TypeError: `state` holds something JSON has no form for; names where.
+        CheckpointError: the checkpoint does not exist, or there is no space, no permission to write, ...
+        TypeError: `state` holds a value that is not JSON; the message says where.
     """
     folder = Path(folder)
     path = folder / f"step_{step:06d}"
@@ -183,9 +187,9 @@ def _complete(
     best: bool,
     known: Mapping[str, dict] = MappingProxyType({}),
 ) -> Path:
-    """Add state and manifest to a checkpoint that lies in `temp`, give it its name, and point `latest` at it.
+    """Add state and manifest to the checkpoint in the folder `temp`, rename the folder, and point `latest` at it.
 
-    known: as of `_seal`. Raises OSError.
+    known: see `_seal`. Raises OSError if a file cannot be written.
     """
     (temp / STATE_FILE).write_text(state_text, encoding="utf-8")
     sequence = 1 + max(_by_age(folder)[0].values(), default=0)
@@ -210,13 +214,22 @@ def _link(source: Path, target: Path) -> None:
 
 
 def mark_best(path: Path) -> None:
-    """Point `best` beside the checkpoint `path` at it. Raises OSError."""
+    """Point the link `best` in the folder of the checkpoint `path` at that checkpoint.
+
+    Raises OSError if the link cannot be written.
+    """
     _replace_link(Path(path).parent / "best", Path(path))
 
 
 def repair_latest(resumed: Path) -> None:
-    """Point `latest` beside the checkpoint `resumed` at it where the link is gone, broken, or older, as after a kill
-    between a checkpoint and its link. Raises CheckpointError: the link cannot be written."""
+    """Point the link `latest` in the folder of the checkpoint `resumed` at that checkpoint, if the link is missing,
+    broken, or leads to an older checkpoint.
+
+    That happens if the process is killed after a checkpoint was written and before the link was.
+
+    Raises:
+        CheckpointError: the link cannot be written.
+    """
     resumed = Path(resumed).resolve()
     target = linked(resumed.parent, "latest")
     sequence_of = _by_age(resumed.parent)[0]
@@ -237,13 +250,17 @@ def _is_valid(path: Path) -> bool:
 
 
 def bring_best(resumed: Path, best_step: int, folder: Path) -> bool:
-    """Point `folder/best` at the best checkpoint so far of a run that goes on from the checkpoint `resumed`.
+    """Point the link `best` in `folder` at the best checkpoint of a run that resumes from the checkpoint `resumed`.
 
-    It may not be there yet: a kill came before the link, an earlier checkpoint of the run was resumed, or one of
-    another run, whose best one is then copied.
+    The link may be missing or wrong because the process was killed before the link was written, or because an earlier
+    checkpoint was resumed. If `resumed` is of another run, the best checkpoint of that run is copied to `folder`.
+
+    Args:
+        best_step: step of the best checkpoint.
+        folder: the folder `checkpoints` of this run.
 
     Returns:
-        Whether there is that checkpoint, and it is valid.
+        Whether the best checkpoint exists and is valid.
 
     Raises:
         CheckpointError: the copy, or the link, cannot be written.
@@ -302,7 +319,7 @@ def _seal(temp: Path, about: dict, known: Mapping[str, dict] = MappingProxyType(
 
 
 def _put_in_place(temp: Path, path: Path) -> Path:
-    """Rename; an earlier checkpoint of this step steps aside first and stays findable until the new one stands."""
+    """Rename the folder `temp` to `path`; an earlier checkpoint at `path` is renamed first and deleted at the end."""
     aside = path.with_name(path.name + ".replaced")
     if path.exists():
         path.rename(aside)
@@ -328,7 +345,7 @@ def _replace_link(link: Path, target: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what killed saves left behind, and finish or undo a replacement that was cut short."""
+    """Remove what killed processes left behind while saving, and finish or undo an interrupted replacement."""
     for path in folder.glob(".tmp-*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -369,8 +386,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     path: a `step_*` folder or a link to one.
 
     Raises:
-        CheckpointError: missing, incomplete, changed, of another format, no state of a run, not finite, or holding a
-            pickle or anything that would have to be unpickled; nothing of the kind is ever run.
+        CheckpointError: the checkpoint is missing, incomplete, changed, or of another format; or, of kind "run", it
+            lacks state or is not finite; or it holds a pickle or Python objects, which are never unpickled.
     """
     path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     manifest = _read_manifest(path)
@@ -417,7 +434,9 @@ def _read_checkpoint(path: Path, manifest: dict) -> Checkpoint:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest whole checkpoint of a `checkpoints` folder, if any, and a sentence for each one passed over."""
+    """Return the newest valid checkpoint of a `checkpoints` folder, or None, and a sentence for each invalid one that
+    was skipped.
+    """
     paths, passed_over = _by_age(Path(folder))
     for path in paths:
         try:
@@ -428,7 +447,9 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def linked(folder: Path, name: str) -> Path | None:
-    """Return the step folder that the link `name` ("latest" or "best") in `folder` points at; None without such a link.
+    """Return the step folder that the link `name` ("latest" or "best") in `folder` points at.
+
+    Returns None if the link does not exist, or leads to anything but an existing step folder in `folder`.
     """
     link = Path(folder) / name
     try:
@@ -440,17 +461,18 @@ def linked(folder: Path, name: str) -> Path | None:
 
 
 def resolve_resume(value: str, run_folder: Path, of_run: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """Resolve `--run.resume`: the checkpoint to go on from, or None for a fresh start, and messages for the user.
+    """Return the checkpoint that `--run.resume` refers to, or None for a fresh start, and messages for the user.
 
     Args:
-        value: "never"; "latest" (the newest valid one of `run_folder`, a fresh start when it holds none at all); or the
-            path of a checkpoint, a `latest` or `best` link, or a run folder (its newest valid one).
+        value: "never" (a fresh start); "latest" (the newest valid checkpoint of `run_folder`, or a fresh start if
+            there is no checkpoint); or the path of a checkpoint, of a `latest` or `best` link, or of a run folder,
+            whose newest valid checkpoint is meant.
         run_folder: this run's folder.
-        of_run: only a checkpoint of all that a run needs will do.
+        of_run: accept only checkpoints of kind "run", see `save_checkpoint`.
 
     Raises:
-        CheckpointError: a PATH that does not exist, is not a checkpoint, or is broken; "latest" where there are
-            checkpoints and none of them is valid.
+        CheckpointError: the path does not exist, is not a checkpoint or not a valid one, or is not of kind "run" with
+            `of_run`; or, with "latest", there are checkpoints and none is valid.
     """
     if value == "never":
         return None, []
@@ -493,7 +515,10 @@ def _at_path(path: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def _read_manifest(path: Path) -> dict:
-    """Read the manifest and checks its structure, which the other functions rely on."""
+    """Read the manifest of the checkpoint at `path` and check its structure.
+
+    Raises CheckpointError if it is missing, cannot be read, or is of another format.
+    """
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The layout of a checkpoint, and its validation: unmodified, complete, of the right types, and finite.
 
-The hash of a file says that it is as it was written, not that a run can go on from it. A number of the wrong kind would
-be found in the middle of a later step, or never.
+A matching hash shows that a file is unmodified, not that a run can resume from it. Without this validation, a value of
+the wrong type would cause an error in the middle of a later step, or be used unnoticed.
 """
 
 import hashlib
@@ -139,10 +139,15 @@ RUN_STATE = Keys({"step": COUNT, "parts": _PARTS}, {})
 
 
 def by_storage(step: int, state: Mapping[str, Mapping]) -> dict[str, Any]:
-    """Sort the state of a run's parts after `step` optimizer steps by how it is stored.
+    """Sort the state of a run's parts after `step` optimizer steps by the kind of file that stores it.
 
-    Returns the arguments of `save_checkpoint` and fields of `Checkpoint`: `tensors` of each part, the `optimizer`, the
-    script's `extra`, and in `state` the step and the plain values of all parts. A part without any has no entry.
+    state: the state of each part by its name, with `optimizer` and `extra` among them.
+
+    Returns:
+        arguments of `save_checkpoint`, which are also fields of `Checkpoint`: `tensors` of each part by its name;
+        `optimizer`; `extra`, the script's own state; and `state` with `step` and, as `parts`, the other values of each
+        part by its name. Parts without tensors have no entry in `tensors`, and parts without other values none in
+        `parts`.
     """
     tensors = {}
     plain = {}
@@ -164,7 +169,7 @@ def by_storage(step: int, state: Mapping[str, Mapping]) -> dict[str, Any]:
 def joined_by_part(
     tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict | None, state: Mapping, extra: Mapping
 ) -> dict[str, dict]:
-    """Undo `by_storage`: the state of every part, by its name."""
+    """Return the state of every part by its name, from the four values that `by_storage` returned."""
     parts: dict[str, dict] = {name: dict(values) for name, values in state["parts"].items()}
     for name, named in tensors.items():
         parts[name] = {**named, **parts.get(name, {})}
@@ -175,7 +180,10 @@ def joined_by_part(
 
 
 def stale(version: object) -> str:
-    """Return a message if something was written in another format than the current one, else ""."""
+    """Return the end of a sentence saying that something was written in another format, or "" if it was not.
+
+    version: its format; `FORMAT_VERSION` is the current one.
+    """
     if version == FORMAT_VERSION:
         return ""
     return (
@@ -197,7 +205,7 @@ def well_formed(manifest) -> bool:
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
-    """Describe every difference between the folder and its manifest."""
+    """Return a phrase for every difference between the checkpoint folder `path` and its manifest."""
     problems = []
     for name, entry in manifest["files"].items():
         if Path(name).name != name or not (
@@ -227,12 +235,14 @@ def _changes(file: Path, entry: Mapping) -> list[str]:
 
 
 def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
-    """Describe everything that prevents a run from resuming from this content.
+    """Return a phrase for everything that prevents a run from resuming from this content of a checkpoint.
 
     Args:
-        step: that of the manifest.
-        tensors: file stem -> state dict. optimizer, state: as read. It names the tensors of the model that hold
-            infinities by design.
+        step: step in the manifest, which must be that of `state`.
+        tensors: file stem -> state dict.
+        optimizer, state: content of optimizer.pt and state.json.
+
+    Non-finite tensors are reported too, except infinities in those that `state` lists as infinite by design.
     """
     faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is not a mapping"]
     if not tensors.get("model"):
@@ -267,9 +277,12 @@ def _is_state_of_optimizer(optimizer: object) -> bool:
 def nonfinite_tensors(
     tensors: Mapping[str, Mapping[str, Tensor]], optimizer: dict, infinite: Collection[str]
 ) -> list[str]:
-    """Return one sentence that names the tensors with a NaN or an infinity; none where all are finite.
+    """Return a list with one phrase that names the tensors with a NaN or infinity; an empty list if all are finite.
 
-    infinite: names of tensors of the model that may be infinite, by design, but not NaN.
+    Args:
+        tensors: file stem -> state dict.
+        optimizer: state dict of the optimizer.
+        infinite: names of tensors of "model" and "ema" that may hold infinities, but no NaN.
     """
     bad = []
     for stem, named in tensors.items():

@@ -1,7 +1,7 @@
 """The command line of a training script: parses `[--config FILE.yaml] [--group.key value ...]` into its `Config`.
 
-It is imported before anything heavy, so that a mistyped flag is reported at once. The group `model` has the settings of
-the chosen architecture.
+This module is imported before any slow one, so that a mistyped flag is reported at once. The settings in the group
+`model` are those of the chosen architecture.
 """
 
 import gc
@@ -32,10 +32,13 @@ Config = TypeVar("Config")
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
-    """Parse the settings, run `main(config)` and return the exit code of docs/design.md.
+    """Parse the settings, run `main(config)` and return the exit code, see docs/design.md.
 
-    A mistake of the user, a stop by the guard and a preemption end with one message; anything else is a defect of
-    the program and keeps its traceback.
+    A mistake of the user, a stop by the NaN guard and a preemption are reported in one message on stderr. Any other
+    exception is a defect of the program and is raised.
+
+    Args:
+        cls, default_config, argv: see `parse_config`.
     """
     code = _run_and_report(main, cls, default_config, argv)
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -71,17 +74,19 @@ def parse_config(
     default_config: Path | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Config:
-    """Read `[--config FILE.yaml] [--group.key value ...]` into the dataclass `cls`. Flags win over files wherever they
-    stand; of several files and of several flags the last wins.
+    """Parse `[--config FILE.yaml] [--group.key value ...]` and return the settings as an object of `cls`.
+
+    A flag wins over every file, whatever their order; of several files, and of several equal flags, the last wins.
+    `--help` prints the help and ends the program.
 
     Args:
-        cls: dataclass whose fields are dataclasses, one per group; `model` is a `DetectorOptions`, whose class follows
-            from `--model.architecture`.
-        argv: arguments; None: those of the process. With `--data.path` a settings file's `data.train`, `data.val` (but
-            no share), `data.image_dir`, `data.format` and `data.name` do not count: they are of another data set.
-        default_config: YAML file that applies where no `--config` is given, without its `model` and `loss` where
-            another architecture is chosen, or trained weights say what the model is.
-        defaults: values of keys, such as run.output_dir, that no file and no flag gives.
+        cls: dataclass whose fields are dataclasses, one for each group; the field `model` is a `DetectorOptions`,
+            whose class depends on `--model.architecture`.
+        argv: arguments; None: those of the process. If `--data.path` is among them, settings in files that describe
+            another data set are ignored: `DATA_SET_SETTINGS`, except a `data.val` that is a share.
+        default_config: YAML file that applies if no `--config` is given. Its groups `model` and `loss` are ignored if
+            `--model.architecture` chooses another architecture or `--model.pretrained` is given.
+        defaults: values by key, such as "run.output_dir", that apply if neither a file nor a flag sets the key.
 
     Raises:
         BadInput: unknown key, wrong type, missing or malformed file; every unknown key with the nearest known one.
@@ -129,7 +134,7 @@ def _print_help(
     sources: list[str],
     default_config: Path | None,
 ) -> NoReturn:
-    """Print what `--help` asks for, and end the program. See `help_text`."""
+    """Print the help on `topics`, see `help_text`, and end the program with exit code 0."""
     architectures = [name for _, kind, _ in groups if issubclass(kind, DetectorOptions) for name in _family(kind)]
     print(help_text(topics, cls, collect_groups(groups, layers), default_config, sources, architectures))
     raise SystemExit(0)
@@ -154,9 +159,10 @@ def _parser_of(cls: type, groups: list[tuple[str, type, Callable]]) -> ArgumentP
 def _parse_groups(
     parser: ArgumentParser, kinds: Mapping[str, type], argv: list[str], files: Mapping[str, dict]
 ) -> dict[str, object]:
-    """Parse the arguments, and make the dataclass of each group with values that can be used.
+    """Parse the arguments and return the dataclass object of each group.
 
-    Raises BadInput: values of another type, or that no setting can have; all of them.
+    Raises:
+        BadInput: values of the wrong type, non-finite numbers, or text that is not UTF-8; the message lists all.
     """
     try:
         parsed = parser.parse_args(_without_other_data_set(argv, files))
@@ -193,7 +199,7 @@ DATA_SET_SETTINGS = ("train", "shares", "val", "image_dir", "format", "name")
 
 
 def _without_other_data_set(argv: list[str], files: dict[str, dict]) -> list[str]:
-    """Drop what settings files say of another data set from the arguments, where `--data.path` names one."""
+    """Return the arguments, without the settings of files that describe another data set if `--data.path` is given."""
     if "--data.path" not in dict(_flags(argv)):
         return argv
     replaced = {}
@@ -317,7 +323,7 @@ def _null_settings(argv: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _read_yaml(path: str) -> dict:
-    """Read the mapping in a settings file. Raises BadInput."""
+    """Read a settings file. Raises BadInput if the file cannot be read, or is not a mapping of groups of settings."""
     content = read_yaml(Path(path), f"--config {path}")
     if not isinstance(content, dict) or not all(isinstance(group, dict) for group in content.values()):
         raise BadInput(f"--config {path}: expected groups of settings, such as `run:` with `name: mine` below it.")

@@ -1,6 +1,7 @@
 """The lines that a run prints while it trains, and its progress bar.
 
-A line has at most as many columns as the terminal, or `DEFAULT_COLUMNS`: what has no room is left to metrics.jsonl.
+A line is at most as wide as the terminal, or `DEFAULT_COLUMNS` where there is none. Values that do not fit into a line
+are only in metrics.jsonl.
 """
 
 import math
@@ -24,9 +25,14 @@ _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
 @dataclass
 class Progress:
-    """The progress of a run: steps done, and of how many.
+    """The progress of a run.
 
-    steps_per_epoch: of an epoch with batches of now. recut: steps more that the run would have made with these always.
+    Attributes:
+        step, total_steps: optimizer steps done, and those of the whole run.
+        epoch: the current epoch, counted from 0.
+        steps_per_epoch: optimizer steps of an epoch with the current batch size.
+        recut: number to add to a step to get the step that the run would have reached if the batch size had always
+            been the current one; 0 if it was.
     """
 
     step: int
@@ -37,22 +43,24 @@ class Progress:
 
     @property
     def epochs(self) -> int:
-        """Epochs of the whole run, an unfinished last one included."""
+        """Number of epochs of the whole run, including an unfinished last one."""
         return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
 
     def __str__(self) -> str:
-        """epoch k  step i/I of the run"""
+        """Return "epoch K  step I/N", with the epoch counted from 1 and N the steps of the whole run."""
         return f"epoch {self.epoch + 1}  step {self.step}/{self.total_steps}"
 
 
 def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = DEFAULT_COLUMNS) -> str:
-    """Format a training row as one line for people, which has at most `width` columns; metrics.jsonl has all of the
-    row.
+    """Format a training row as one console line of at most `width` columns.
 
-    It has the smoothed losses, without those of auxiliary layers, the smoothed errors in percent, the first learning
-    rate, the time of a step and the peak of memory. Losses that have no room are left out from the last one on.
+    The line has the smoothed losses except those of auxiliary layers, the smoothed errors in percent, the learning
+    rate of the group `main` (else of the first group), the time of a step and the peak memory. Losses and errors that
+    do not fit are left out, the last ones first.
 
-    row: as for `RunWriter.log`; what it lacks is left out.
+    Args:
+        row: see `RunWriter.log`; the line leaves out values that the row does not have.
+        meters: smoothed values of the losses and errors.
     """
     trained = [key.removeprefix("train/") for key in row if key.startswith("train/")]
     shown = [name for name in trained if name in meters]
@@ -76,7 +84,9 @@ def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = 
 
 
 def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width: int = DEFAULT_COLUMNS) -> str:
-    """Format the averages of an epoch as one line, as DETR prints them, with its time; auxiliary layers are left out.
+    """Format the mean losses and metrics of an epoch, and its time in seconds, as one line of at most `width` columns.
+
+    As in DETR; losses of auxiliary layers are left out. epoch: counted from 0, printed from 1.
     """
     names = [name for name in means if name != "loss" and not _OTHER_LOSSES.search(name)]
     terms = [f"{name.removeprefix('loss_')} {short_number(means[name])}" for name in names]
@@ -85,9 +95,10 @@ def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width:
 
 
 def fit_line(head: Sequence[str], terms: Sequence[str], tail: Sequence[str], width: int) -> str:
-    """Join the parts of a line to at most `width` columns.
+    """Join head, terms and tail to a line of at most `width` columns.
 
-    Terms are left out from the last one on, with "..." in their place; if all are, parts of the tail from its end.
+    If they do not fit, terms are left out, the last ones first, with "..." in their place; then parts of the tail, the
+    last ones first; finally the head is cut off.
     """
     head, terms, tail = [part for part in head if part], list(terms), [part for part in tail if part]
     dots = ""
@@ -103,7 +114,7 @@ def fit_line(head: Sequence[str], terms: Sequence[str], tail: Sequence[str], wid
 
 
 def short_number(value: float) -> str:
-    """Format a number with three digits: 0.0123, 1.23, 123, 1.23e+04."""
+    """Format a number with three significant digits, such as 0.0123, 1.23, 123 or 1.23e+04; 1000 to 9999 have four."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if not 1e-3 <= abs(value) < 1e4:
@@ -112,29 +123,36 @@ def short_number(value: float) -> str:
 
 
 def step_time(step_s: float, data_s: float) -> str:
-    """Format the time of a step, and the share of waiting for data if that is notable: "0.868 s/step (data 23%)"."""
+    """Format the seconds of a step, such as "0.868 s/step (data 23%)".
+
+    data_s: seconds of it spent on waiting for data; their share is left out if it is below `WAIT_SHARE`.
+    """
     share = data_s / step_s if step_s else 0.0
     return f"{short_number(step_s)} s/step{f' (data {share:.0%})' if share >= WAIT_SHARE else ''}"
 
 
 def console_width() -> int:
-    """Return the columns of the terminal, or of a line in a file."""
+    """Return the width of the terminal in columns; `DEFAULT_COLUMNS` if the output is not a terminal."""
     return shutil.get_terminal_size((DEFAULT_COLUMNS, 24)).columns
 
 
 def training_time_line(elapsed_s: float, steps: int) -> str:
-    """Format the time of a whole run as one line, evaluations and checkpoints included, as DETR and
-    Scene-Graph-Benchmark.
+    """Format the time of a whole run of `steps` steps as one line, as DETR and Scene-Graph-Benchmark print it.
+
+    elapsed_s: seconds, including evaluations and saving.
     """
     return f"Training time {timedelta(seconds=round(elapsed_s))} ({elapsed_s / max(steps, 1):.3f} s / step)"
 
 
 def progress_bar(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
-    """Make a bar over optimizer steps with the time left, on a terminal; elsewhere it stays silent.
+    """Return a progress bar over optimizer steps with the time left, which shows nothing if stderr is not a terminal.
 
-    `bar.update()` at each step; `bar.write(line)` prints a line above the bar, or plainly where there is none.
+    Call `bar.update()` at each step; `bar.write(line)` prints a line above the bar, also if the bar is not shown.
 
-    `total`: steps of the run; `initial`: steps done before; `enabled`: this is the main process.
+    Args:
+        total: optimizer steps of the run.
+        initial: optimizer steps that were made before.
+        enabled: False on all processes but the main one, which alone shows the bar.
     """
     visible = enabled and sys.stderr is not None and sys.stderr.isatty()
     return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)

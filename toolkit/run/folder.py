@@ -1,4 +1,4 @@
-"""The run folder: created, described (`environment.json`) and kept up to date (`status.json`), with atomic writes.
+"""Creates the run folder and writes `environment.json`, which describes the run, into it, with atomic writes.
 
     runs/<name>/  config.yaml  environment.json  status.json  metrics.jsonl  checkpoints/  nan/  report/  final/
 """
@@ -36,20 +36,21 @@ PACKAGES = (
 def prepare_run_folder(
     output_dir: Path | str, name: str, resume: str = "never", lock: FolderLock | None = None
 ) -> Path:
-    """Make `output_dir/name` with its `checkpoints` folder, lock it and make sure that it can be written.
+    """Create the run folder `output_dir/name` with its folder `checkpoints`, lock it and check that it is writable.
 
     Args:
-        output_dir: folder of all runs, made when missing.
-        name: the run's own folder, one plain name.
-        resume: `--run.resume`. "never" refuses a folder in which a run has begun; a run that ended as bad input before
-            it logged anything does not count, so that a corrected command needs no clearing up.
-        lock: takes the folder, so that no other process writes to it; None: it is not locked.
+        output_dir: folder of all runs, created if it is missing.
+        name: name of the run folder, without separators.
+        resume: `--run.resume`. "never" refuses a folder in which a run has begun, see `holds_a_run`. A run that ended
+            as bad input before it logged anything does not count, so a corrected command can use its folder.
+        lock: lock to take on the folder, so that no other process writes to it; None: the folder is not locked.
 
     Returns:
-        The absolute run folder.
+        The absolute path of the run folder.
 
     Raises:
-        BadInput: no plain name, not writable, in use, or an earlier run's folder under "never".
+        BadInput: `name` has separators; or the folder is not writable, is in use by another process, or holds a run
+            and `resume` is "never".
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise BadInput(f"--run.name {name!r} is not a plain folder name; give one without separators.")
@@ -76,10 +77,15 @@ def prepare_run_folder(
 
 @contextmanager
 def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
-    """Yield the folder that a start writes to until everything was accepted.
+    """Yield the folder to write to until all checks at the start of a run have passed.
 
-    It is the run folder where no run has begun in it, else a folder inside, gone at the end, so that a start which is
-    refused changes nothing of an earlier one. See `keep_staged`.
+    For a new run it is the run folder. Otherwise it is a temporary folder inside, which is deleted at the end, so that
+    a start that is refused changes nothing of the earlier run. See `keep_staged`.
+
+    Args:
+        folder: the run folder.
+        is_new: no run has begun in the run folder.
+        is_main: this is the main process, which alone creates and deletes the temporary folder.
     """
     path = folder if is_new else folder / STAGING
     if is_main and path != folder:
@@ -93,19 +99,21 @@ def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
 
 
 def keep_staged(staged: Path, folder: Path) -> None:
-    """Move what was staged into the run folder, over files of the same names."""
+    """Move the files in the folder of `staging` into the run folder; they replace files of the same names."""
     for path in sorted(staged.iterdir()) if staged != folder else ():
         os.replace(path, folder / path.name)
 
 
 def write_environment(folder: Path, seed: int, world_size: int, extra: dict | None = None) -> None:
-    """Write `environment.json`: what one must know to explain, or repeat, a number of this run.
+    """Write `environment.json`: command line, seed, versions, commit and hardware, for explaining or repeating results.
 
-    Where the code is not that of the commit, `code.diff` has what differs.
+    If the code differs from the commit, the difference is written to `code.diff`.
 
     Args:
-        seed: of the run. world_size: processes.
-        extra: further JSON values, laid over the keys below.
+        folder: the run folder.
+        seed: seed of the run.
+        world_size: number of processes.
+        extra: further JSON values by key, which override the function's own.
     """
     root = Path(__file__).resolve().parent.parent.parent
     git = git_state(root)
@@ -128,7 +136,9 @@ def write_environment(folder: Path, seed: int, world_size: int, extra: dict | No
 
 
 def hardware() -> dict:
-    """CPU model, logical and usable cores, memory in bytes, accelerators by name, CUDA and cuDNN as torch sees them."""
+    """Return the CPU model, logical and usable cores, memory in bytes, names of the GPUs, versions of CUDA and cuDNN,
+    and CPU threads of torch, as JSON values.
+    """
     return {
         "cpu": _cpu_model(),
         "cpu_cores": os.cpu_count(),
@@ -150,7 +160,10 @@ def _gpu_name(index: int) -> str:
 
 
 def git_state(root: Path) -> dict | None:
-    """`{"commit", "dirty"}` of the checkout whose top folder is `root`; None without git or outside a checkout."""
+    """Return `{"commit": hash, "dirty": bool}` of the git checkout whose top folder is `root`.
+
+    dirty: whether files differ from the commit. None: git is not installed, or `root` is not the top of a checkout.
+    """
     try:
         # Installed into some other project's checkout, that project's commit would say nothing about this code.
         if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != Path(root).resolve():
@@ -183,7 +196,14 @@ def _package_version(name: str) -> str | None:
 
 
 def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[[str], None]) -> Any:
-    """Call `function` and return its result; an exception costs one line, and its traceback goes to `errors.log`."""
+    """Call `function` and return its result; if it raises, print one line, write the traceback to `errors.log` and
+    return None.
+
+    Args:
+        what: name of the action for the message.
+        folder: the run folder.
+        say: prints a line.
+    """
     try:
         return function()
     except Exception as error:  # noqa: BLE001  pictures, reports and trackers never end a training
@@ -195,7 +215,10 @@ def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[
 
 
 def note_traceback(folder: Path, what: str) -> None:
-    """Add the exception under way to `errors.log`, if that can be written."""
+    """Append the traceback of the exception that is being handled to `errors.log` in the run folder.
+
+    what: name of the failed action. If the file cannot be written, nothing is raised.
+    """
     try:
         with open(folder / ERRORS_FILE, "a", encoding="utf-8", errors="replace") as file:
             file.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {what}\n{traceback.format_exc()}\n")

@@ -1,7 +1,7 @@
 """The answers to `--help` of a training script: a first screen, every setting, one group, or single settings.
 
-Texts and types are those of the dataclasses of the settings. Values are those that apply where no flag says otherwise:
-of the script, of its default configuration, and of the files that `--config` gives.
+Texts and types come from the dataclasses of the settings. The values shown as defaults are those that apply if no flag
+sets another: from the script, its default configuration, and the files given by `--config`.
 """
 
 import ast
@@ -70,7 +70,14 @@ OPTIONS = """\
 
 @dataclass
 class Setting:
-    """One setting. name: `group.key`. kind: its type. value: what applies where no flag says otherwise."""
+    """A setting.
+
+    Attributes:
+        name: `group.key`.
+        kind: its type.
+        value: the value that applies if no flag sets another.
+        text: its description.
+    """
 
     name: str
     kind: Any
@@ -80,7 +87,7 @@ class Setting:
 
 @dataclass
 class Group:
-    """One group of settings. text: what it is about."""
+    """A group of settings. text: its description."""
 
     name: str
     text: str
@@ -88,7 +95,7 @@ class Group:
 
 
 def help_topics(argv: Sequence[str]) -> list[str] | None:
-    """Return the words after `--help` or `-h`, up to the next flag; None if the arguments have neither."""
+    """Return the words after `--help` or `-h`, up to the next flag; None if neither is among the arguments."""
     for number, word in enumerate(argv):
         flag, _, topic = word.partition("=")
         if flag in ("--help", "-h"):
@@ -104,11 +111,12 @@ def help_topics(argv: Sequence[str]) -> list[str] | None:
 def collect_groups(
     groups: Sequence[tuple[str, type, Callable]], layers: Iterable[Mapping[str, Mapping]]
 ) -> list[Group]:
-    """Return the groups with their settings.
+    """Return the groups with their settings and the values that apply.
 
     Args:
-        groups: name, dataclass and default factory of each.
-        layers: values by group and key that apply over the defaults, the later ones over the earlier ones.
+        groups: name, dataclass and default factory of each group.
+        layers: values by group and key, such as those of settings files, which override the defaults; a later layer
+            overrides an earlier one.
     """
     layers = list(layers)
     made = []
@@ -128,7 +136,7 @@ def collect_groups(
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """Return the text below each field of a dataclass, also of those that it inherits."""
+    """Return the string literal below each field of a dataclass by the field's name, inherited fields included."""
     texts = {}
     for base in reversed(kind.__mro__):
         if is_dataclass(base):
@@ -163,14 +171,16 @@ def help_text(
     """Return what `--help` prints, at most `MAX_COLUMNS` columns wide.
 
     Args:
-        topics: the words after `--help`: none, "all", names of groups, and beginnings of settings.
-        cls: the dataclass of all settings, in the module of the script.
-        groups: of `collect_groups`.
-        default_config: YAML file that applies where no `--config` is given.
-        sources: the files whose values are shown.
-        architectures: what `--model.architecture` can be.
+        topics: the words after `--help`: "all", names of groups, and beginnings of names of settings. Without any, the
+            first screen is returned.
+        cls: the dataclass of all settings, defined in the script.
+        groups: result of `collect_groups`.
+        default_config: YAML file that applies if no `--config` is given.
+        sources: the files that the shown values come from.
+        architectures: the possible values of `--model.architecture`.
 
-    Raises BadInput: a topic that is neither; lists the groups.
+    Raises:
+        BadInput: a topic is neither a group nor the beginning of a setting; the message lists the groups.
     """
     width = max(MIN_COLUMNS, min(MAX_COLUMNS, shutil.get_terminal_size((MAX_COLUMNS, 0)).columns))
     if not topics:

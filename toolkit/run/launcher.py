@@ -1,7 +1,7 @@
-"""The settings of `accelerate launch`: which of them are used here, and which are refused; and who decides precision
-and compilation of a run: the settings, the launcher, the resumed run or the hardware.
+"""Reads the settings of `accelerate launch` and refuses those that are not supported; and chooses precision and
+compilation of a run from its settings, the launcher, the resumed run and the hardware.
 
-Most of its flags leave no environment variable, so its command line and settings file are read.
+Most flags of `accelerate launch` set no environment variable, so its command line and its settings file are read.
 """
 
 import os
@@ -39,10 +39,13 @@ _ON = {"true", "1", "yes", "on", "y", "t"}
 
 @dataclass(frozen=True)
 class Launch:
-    """One `accelerate launch`, as it was started.
+    """The command line, settings file and environment of an `accelerate launch`.
 
-    flags: those that are not at their default, by their names with underscores. file: its settings file, if it read
-    one, with the keys in settings. environment: the variables that it found.
+    Attributes:
+        flags: values of the flags that are not at their default, by name with underscores.
+        file: the settings file that it read; None: it read none.
+        settings: the content of that file.
+        environment: the environment variables with which it was started.
     """
 
     flags: Mapping[str, object] = field(default_factory=dict)
@@ -52,14 +55,14 @@ class Launch:
 
     @property
     def chose_threads(self) -> bool:
-        """Whether the user, not the launcher, has set OMP_NUM_THREADS."""
+        """Whether the user set OMP_NUM_THREADS, in the environment or by a flag; else the launcher set it by itself."""
         return "OMP_NUM_THREADS" in self.environment or "num_cpu_threads_per_process" in self.flags
 
 
 def find_launch() -> Launch | None:
-    """Find the `accelerate launch` that started this process, directly or through other programs.
+    """Return the `accelerate launch` that started this process, directly or through other programs.
 
-    None: there is none, or it cannot be seen, as from another container or machine.
+    Returns None if there is none, or if its process cannot be inspected, such as one in another container.
     """
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # every launch sets it
         return None
@@ -101,22 +104,32 @@ def _parse_launch(arguments: list[str], environment: Mapping[str, str], folder: 
 
 
 def launcher_precision(launch: Launch | None, environment: Mapping[str, str]) -> str | None:
-    """no, fp16 or bf16 if the launcher was told so; None: it says no only because nobody told it anything, or its
-    settings file does, which has to name one."""
+    """Return the precision that the user gave to the launcher: "no", "fp16", "bf16" or None for no choice.
+
+    "no" counts as a choice only if it was given by a flag: it is the launcher's default, and a settings file always
+    names a precision.
+
+    environment: the variables of this process, in which the launcher sets the precision.
+    """
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "").lower()
     by_flag = launch is not None and "mixed_precision" in launch.flags
     return precision if precision in ("fp16", "bf16") or precision == "no" and by_flag else None
 
 
 def launcher_settings(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the settings given to the launcher: `precision`, see `launcher_precision`, and `compile`, a backend."""
+    """Return the settings given to the launcher: `precision`, see `launcher_precision`, and `compile`, the name of a
+    torch.compile backend; None for each that was not given.
+    """
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     compile = None if backend in ("", "no") else backend
     return {"precision": launcher_precision(find_launch(), environment), "compile": compile}
 
 
 def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
-    """Raise BadInput for all that the launcher was asked for and these scripts do not do."""
+    """Raise BadInput if the launcher was asked for anything that the scripts do not support; the message lists all.
+
+    environment: the variables of this process, some of which the launcher has set.
+    """
     asked: dict[str, list[str]] = {}
     for what, source in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
         asked.setdefault(what, []).append(source)
@@ -131,7 +144,9 @@ def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
 
 
 def _of_launch(launch: Launch) -> Iterator[tuple[str, str]]:
-    """(what is asked for, where) of flags and of the settings file, over which `--cpu` and `--multi_gpu` win."""
+    """Yield (feature asked for, place) for each flag and each entry of the settings file; the flags `--cpu` and
+    `--multi_gpu` override the file.
+    """
     for name in launch.flags.keys() - INSTEAD.keys():
         if what := _other(name):
             yield what, f"--{name}"
@@ -185,10 +200,14 @@ def _other_values(environment: Mapping[str, str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ResolvedExecution:
-    """The value in use, and who decided it.
+    """Precision, TF32 and compilation of a run, and where each choice comes from.
 
-    precision: no, fp16 or bf16. tf32: as `run.tf32`. compile: as `optim.compile`, never None.
-    precision_by, compile_by: a setting, "accelerate launch", "the run so far" or "default".
+    Attributes:
+        precision: "no", "fp16" or "bf16".
+        tf32: see `run.tf32`.
+        compile: see `optim.compile`, but never None.
+        precision_by, compile_by: origin of the choice: a setting, "accelerate launch", "the run so far" (the resumed
+            run) or "default".
     """
 
     precision: str
@@ -206,12 +225,16 @@ class ResolvedExecution:
 def resolve_execution(
     given: Mapping, launched: Mapping, began: Mapping, auto: Callable[[], tuple[str, bool | None, str]]
 ) -> ResolvedExecution:
-    """Choose precision, TF32 and compilation: each from the first of settings, launcher and resumed run that sets it.
+    """Choose precision and compilation, each from the first of settings, launcher and resumed run that sets it; TF32
+    from the settings, else from whatever decided the precision.
 
     Args:
-        given, launched, began: values of `precision`, `tf32` and `compile`; a missing one, or None, says nothing.
-            given["precision"] "auto" leaves it to the others, and then to `auto`.
-        auto: precision, TF32 and why, by the hardware; called only if it decides.
+        given: `precision`, `tf32` and `compile` in the settings of this start; None: not set. If `precision` is "auto",
+            launcher and resumed run are asked before `auto` is.
+        launched, began: values by the same names of the launcher and of the resumed run; a missing one or None: not
+            set.
+        auto: returns precision, TF32 and a reason for the hardware; called only if `precision` is "auto" and neither
+            launcher nor resumed run sets it.
     """
     asked = given["precision"]
     tf32 = given["tf32"]

@@ -30,12 +30,12 @@ from toolkit.step.schedules import is_time
 
 
 class Log:
-    """Metric rows, console lines and the progress bar, with the meters behind them.
+    """Writes metric rows, prints console lines, shows the progress bar, and keeps the meters that smooth their values.
 
     Args:
-        is_main: this is the main process; the others keep the same meters and say nothing.
-        meters: how console lines smooth, see `make_meters`.
-        steps_per_epoch: optimizer steps.
+        is_main: this is the main process; the other processes keep the same meters and print nothing.
+        meters: kind of smoothing in console lines, see `make_meters`.
+        steps_per_epoch: optimizer steps of an epoch.
         log_every: optimizer steps between two rows.
     """
 
@@ -62,9 +62,13 @@ class Log:
         self._bar, self._elapsed_before, self._began = None, 0.0, time.monotonic()
 
     def start(self, writer: RunWriter, status: dict, step: int, total_steps: int, recut: int = 0) -> None:
-        """Take the writer once it is known where the run goes on, and shows the bar; `status` gets every step.
+        """Set the writer once the first step of this start is known, and show the progress bar.
 
-        recut: steps more that the run would have made if it had always had batches of now; epochs count by them.
+        Args:
+            writer: writes the rows.
+            status: a dict whose entry `step` is kept up to date, such as `RunStatus.details`.
+            step, total_steps: optimizer steps done, and those of the whole run.
+            recut: see `toolkit.run.console.Progress`.
         """
         self.writer = writer
         self.status = status
@@ -73,15 +77,19 @@ class Log:
         self._bar = progress_bar(total_steps, step, self.is_main)
 
     def note(self, name: str, value: Tensor | float) -> None:
-        """Note a metric of the script's own, of one micro-batch or window: its mean, over all ranks that noted one, is
-        in the rows, the averages of the epoch, the trackers and the bar. Reads a tensor on the host.
+        """Note a value of the script's own metric `name`, of one micro-batch or window.
+
+        The mean of all values that any rank noted in the window goes into the rows, the averages of the epoch, the
+        trackers and the progress bar. A tensor is read from its device, which waits for the device.
         """
         total, count = self.notes.get(name, (0.0, 0))
         self.notes[name] = (total + float(value), count + 1)
         self.has_notes = True
 
     def reduce_notes(self) -> dict[str, float]:
-        """Return the means of what all ranks noted in the window; a collective."""
+        """Return the mean of each metric that any rank noted by `note` in the window, and forget the values; a
+        collective.
+        """
         totals: dict[str, tuple[float, int]] = {}
         for name, (total, count) in (item for notes in gather_objects(dict(self.notes)) for item in notes.items()):
             before, number = totals.get(name, (0.0, 0))
@@ -106,13 +114,19 @@ class Log:
         ends_epoch: bool = False,
         seconds_left: float = math.inf,
     ) -> None:
-        """Log an update over `images` images of all ranks: averages, bar, and when it is due a row and a line.
+        """Log an update: add it to the averages and the progress bar, and write a row and a line if they are due.
 
-        The first and the last step of an epoch have a row too, as DETR's.
+        They are due every `log_every` steps, at the last step, and at the first and the last step of an epoch, as in
+        DETR.
 
         Args:
-            noted: the notes of the script, which the meters do not have yet.
-            seconds_left: upper limit of the time that is left to train.
+            step, total_steps: optimizer steps done, this one included, and those of the whole run.
+            epoch: counted from 0.
+            row: result of `training_row`.
+            images: number of images of the update, over all ranks.
+            noted: result of `reduce_notes`, which is added to the meters here.
+            ends_epoch: this is the last step of the epoch.
+            seconds_left: upper limit of the time left for training.
         """
         has_row = self.has_row(step, total_steps, ends_epoch)
         self.epoch_s += self.timer.step_done(images)
@@ -139,14 +153,15 @@ class Log:
                 self.say(news)
 
     def has_row(self, step: int, total_steps: int, ends_epoch: bool) -> bool:
-        """Return whether this step, which is yet to be logged, gets a row and a line."""
+        """Return whether the step `step`, which has not been logged yet, gets a row and a line, see `log_step`."""
         begins_epoch = self.epoch_steps == 0
         return is_time(step, self.log_every, last=total_steps) or begins_epoch or ends_epoch
 
     def log_epoch(self, step: int, epoch: int) -> None:
-        """Log the averages of an epoch's losses and metrics as a row and a line, at its end or where the run ends.
+        """Log the averages of the epoch's losses and metrics as a row and a line; call it when epoch or run ends.
 
-        A run that goes on in the middle of an epoch, `--run.resume_schedule new`, logs them again at the epoch's end.
+        Averages that were logged before are not logged again, unless the epoch has had more steps since, as in a run
+        that was resumed in the middle of an epoch with `--run.resume_schedule new`.
         """
         is_logged = (self.logged_epoch, self.logged_steps) == (epoch, self.epoch_steps)
         if is_logged or not self.epoch_steps:
@@ -159,11 +174,11 @@ class Log:
         self.say(averages_line(epoch, means, self.epoch_s, console_width()))
 
     def say_training_time(self, step: int) -> None:
-        """When training has ended after `step` steps: its whole time, as the original programs print it."""
+        """Print the time of the whole training, which has ended after `step` steps, as the original programs do."""
         self.say(training_time_line(self.elapsed_s, step))
 
     def end_epoch(self) -> dict[str, float]:
-        """Return the averages of the epoch that is over; the next one begins anew, as the meters of an epoch do."""
+        """Return the averages of the epoch that is over and clear them, with the meters that begin anew each epoch."""
         means = self.averages.means()
         self.averages.clear()
         self.epoch_s = 0.0
@@ -175,8 +190,8 @@ class Log:
     def write(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
         """Write a row to metrics.jsonl and to the trackers.
 
-        One that cannot be written is not an error here, where the main process alone would raise it: `write_error` says
-        why, the next step's reduction tells all processes, and they save and end together.
+        If that fails, nothing is raised, because only the main process would raise it. The reason is kept in
+        `write_error`; all processes learn of it in the next step's reduction, save the state and end together.
         """
         values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         try:
@@ -186,16 +201,16 @@ class Log:
             self.write_error = self.write_error or str(error)
 
     def attempt(self, what: str, function: Callable[[], Any]) -> Any:
-        """Call something optional: an exception costs one line, see `toolkit.run.folder`."""
+        """Call `function`, which may fail without ending the run, see `toolkit.run.folder.attempt`."""
         return attempt(what, function, self.writer.folder, self.say)
 
     def say(self, text: str) -> None:
-        """Print on the main process, above the progress bar where there is one."""
+        """Print a text on the main process, above the progress bar if it is shown; other processes print nothing."""
         if self.is_main:
             self._bar.write(text, file=sys.stdout) if self._bar is not None else print(text, flush=True)
 
     def set_total_steps(self, total_steps: int, notes: Iterable[str] = ()) -> None:
-        """Take over the number of training steps, which may have changed, and say what is new about it."""
+        """Set the number of steps that the progress bar ends at, and print the `notes` on a change of the plan."""
         if self._bar is not None:
             self._bar.total = total_steps
         for note in notes:
@@ -212,20 +227,23 @@ class Log:
         self._bar.update(progress.step - self._bar.n)
 
     def raise_write_error(self) -> None:
-        """Raise BadInput on every rank if the main process could not write a row; a collective."""
+        """Raise BadInput on every rank if the main process could not write a row, see `write`; a collective."""
         write_error = broadcast_object(self.write_error)
         if write_error:
             raise BadInput(write_error)
 
     def close(self, state: str = "done") -> None:
-        """End the bar, the rows and the trackers, which learn how the run ended: "done", "preempted" or "failed"."""
+        """Close the progress bar, metrics.jsonl and the trackers.
+
+        state: how the run ended, for the trackers: "done", "preempted" or "failed".
+        """
         if self._bar is not None:
             self._bar.close()
         if self.writer is not None:
             self.writer.close(state)
 
     def state_dict(self) -> dict:
-        """JSON values for the checkpoint; the same keys on every process."""
+        """Return JSON values for the checkpoint, with the same keys on every process."""
         return {
             "meters": self.meters.state_dict(),
             "averages": self.averages.state_dict(),
@@ -256,9 +274,12 @@ def training_row(
     param_groups: Iterable[Mapping[str, Any]],
     noted: Mapping[str, float],
 ) -> dict[str, float]:
-    """Make the row of a step: weighted and unscaled losses, metrics, learning rates, norms, and the script's notes.
+    """Return the row of a step: weighted and unweighted losses, metrics, learning rates, gradient norms and notes.
 
-    reduced, totals: of a `toolkit.run.training_window.TrainingWindow`. param_groups: of the optimizer.
+    Args:
+        reduced, totals: attributes of the step's `toolkit.run.training_window.TrainingWindow`.
+        param_groups: those of the optimizer, each with `name` and `lr`.
+        noted: result of `Log.reduce_notes`.
     """
     row = {f"train/{name}": float(value) for name, value in reduced.items()}
     for group in param_groups:

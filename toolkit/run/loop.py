@@ -1,6 +1,7 @@
-"""The surroundings of the body of a training loop: the start of an epoch, each window before and after its update.
+"""The work around the body of a training loop: at the start of an epoch, and before and after each window.
 
-`t` is a `toolkit.run.training.Training` throughout; its methods of these names lead here.
+A window is the list of micro-batches of one optimizer step. `t` is a `toolkit.run.training.Training` throughout; its
+methods `windows`, `end_window` and `end_epoch` call these functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from toolkit.step.schedules import is_time
 
 
 def windows_of_epoch(t: Any) -> Iterator[TrainingWindow]:
-    """Yield the windows of what is left of the epoch, or of the run, see `Training.windows`."""
+    """Yield the remaining windows of the epoch, up to the end of the run, see `Training.windows`."""
     _prepare_epoch(t)
     prefetcher = Prefetcher(t.accelerator.device)
     micro_batches = accumulation_at(t.sampler.epoch, *t.plan.accumulation)
@@ -39,7 +40,7 @@ def windows_of_epoch(t: Any) -> Iterator[TrainingWindow]:
 
 
 def _prepare_epoch(t: Any) -> None:
-    """Prepare the first window of an epoch, or of a resumed run."""
+    """Prepare the first window of an epoch, or of a run that is resumed inside one."""
     end_window(t)  # where the script has left the loop over the windows
     plan = t.plan
     dataset = getattr(getattr(t.data.loader, "dataset", None), "dataset", None)
@@ -74,7 +75,7 @@ def _begin_window(t: Any, batches: Sequence[Batch], prefetcher: Prefetcher) -> T
 
 
 def batches_under_way(t: Any) -> Sequence[Batch]:
-    """Return the batches that the body of the loop is busy with; none outside of it."""
+    """Return the micro-batches of the current window while the body of the loop runs; an empty tuple outside of it."""
     return t.window.batches if t.window is not None and t.window.is_in_body else ()
 
 
@@ -82,7 +83,7 @@ def batches_under_way(t: Any) -> Sequence[Batch]:
 
 
 def end_window(t: Any) -> None:
-    """Follow up on the body of the loop, see `Training.windows`; nothing is done twice."""
+    """Do what follows the body of the loop, see `Training.windows`; a second call for the same window does nothing."""
     window = t.window
     if window is None:
         return
@@ -105,13 +106,13 @@ def _follow_up(t: Any, window: TrainingWindow) -> None:
 
 
 def count_update(t: Any) -> None:
-    """Count an update of the optimizer inside a window, which has just been made."""
+    """Count an update of the optimizer that has just been made: `t.step` rises by 1."""
     t.step += 1
     t.plan.note_update()
 
 
 def counted_calls(t: Any) -> dict[str, int]:
-    """Return the calls that the objects of the run have counted, for `LoopCheck`."""
+    """Return how often the meters, and the moving average if it is on, were updated, for `LoopCheck`."""
     counts = {"meters": t.meters.updates}
     if t.ema.is_on:
         counts["ema"] = t.ema.updates
@@ -119,7 +120,7 @@ def counted_calls(t: Any) -> dict[str, int]:
 
 
 def note_step(t: Any, window: TrainingWindow) -> None:
-    """Write down an update: rows, the bar, the budget of minutes; then set the rates of the next update."""
+    """Log an update, count its time towards `run.max_minutes`, and set the learning rates of the next update."""
     seen = t.sampler.next_batch  # the window included
     images = sum(t.sampler.samples_in_batch(i) for i in range(seen - window.batches_taken, seen))
     noted = _noted(t, window)
@@ -159,10 +160,13 @@ def _noted(t: Any, window: TrainingWindow) -> dict[str, float]:
 
 
 def save_and_evaluate_when_due(t: Any, window: TrainingWindow) -> None:
-    """Save and evaluate what is due after this step, in this order: no progress is lost in an evaluation.
+    """Save the state and evaluate it, if either is due after this step.
+
+    The state is saved before an evaluation, so that no progress is lost in it. A non-finite state is not saved, see
+    `state_is_sound`.
 
     Raises:
-        Preempted: a signal came on some rank; the state is saved.
+        Preempted: some rank received a signal; the state is saved.
         BadInput: rows cannot be written any more; the state is saved.
     """
     signal = window.totals["signal"]
@@ -194,7 +198,7 @@ def _warn_once(t: Any, kind: str, text: str) -> None:
 
 
 def end_epoch(t: Any) -> dict[str, float]:
-    """End an epoch, see `Training.end_epoch`."""
+    """Log and return the averages of an epoch, and move on to the next epoch, see `Training.end_epoch`."""
     end_window(t)  # where the script has left the loop over the windows
     t.check.remember_weights(t.detector)
     if not t.epoch_is_over:  # the run is; what it has of the epoch stays in its state

@@ -18,14 +18,15 @@ _ROW_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError, 
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one strict JSON object a line, flushed as it is written; for the main process only.
+    """Writes `metrics.jsonl`: one strict JSON object per line, flushed at once; for the main process only.
 
-    A NaN or infinite value is written as null, and named in the row's `"nonfinite": {name: "nan"}`.
+    A NaN or infinite value is written as null, and the row gets an entry `"nonfinite": {name: "nan"}`.
 
     Args:
         path: the file.
-        keep_rows: how many of an earlier file's rows stay: on resume, as many as there were when the checkpoint was
-            written. A count, because rows of one step may lie on both sides of it.
+        keep_rows: number of rows of an existing file to keep; the rest is removed. On resume it is the number of rows
+            at the time of the checkpoint. A step would not do, because some rows of one step may have been written
+            before the checkpoint and some after it.
 
     Raises:
         BadInput: the file cannot be written, or is not a metrics.jsonl.
@@ -42,7 +43,7 @@ class MetricsLog:
         self.rows = len(kept)
 
     def write(self, row: Mapping) -> None:
-        """Append `row`. Raises TypeError for what JSON has no form for, BadInput when the disk does not take it."""
+        """Append a row. Raises TypeError if a value is not JSON, BadInput if the file cannot be written."""
         line = _as_line(row)
         try:
             self._file.write(line)
@@ -62,19 +63,21 @@ class MetricsLog:
 
 
 def repair_rows(path: Path, rows: int, keep_later: bool = False) -> list[str]:
-    """Make `metrics.jsonl` readable again for a run that goes on from a checkpoint; the main process calls it.
+    """Remove unreadable rows from `metrics.jsonl` for a run that resumes; only the main process may call it.
 
-    A damaged file is kept beside it as `metrics.jsonl.damaged`; a torn last line, which a kill leaves, is not damage.
+    A copy of the damaged file is kept beside it as `metrics.jsonl.damaged`. An incomplete last line, which a killed
+    process leaves behind, is not counted as damage.
 
     Args:
-        rows: how many the checkpoint counts.
-        keep_later: rows after them stay too, so damage there counts.
+        path: the file.
+        rows: number of rows at the time of the checkpoint that the run resumes from.
+        keep_later: check and keep the rows after these too.
 
     Returns:
-        What is wrong, in words; nothing if all those rows are there.
+        A list with one sentence on the rows that are missing or unreadable; an empty list if none is.
 
     Raises:
-        BadInput: it cannot be written.
+        BadInput: a damaged file cannot be copied or written.
     """
     path = Path(path)
     if not path.exists():
@@ -120,22 +123,22 @@ def _parse_row(line: bytes) -> dict:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the rows of a metrics.jsonl as they were logged, NaN and infinity included; none without the file.
+    """Read the rows of a metrics.jsonl as they were logged, including NaN and infinity; an empty list without the file.
 
-    A torn last line, which a kill leaves behind, is left out.
+    An incomplete last line, which a killed process leaves behind, is left out.
 
     Raises:
-        BadInput: another line is not a JSON object with a `step`; names it.
+        BadInput: another line is not a JSON object with a `step`; the message has the number of the line.
     """
     with closing(MetricsFollower(path)) as file:
         return file.new_rows()
 
 
 class MetricsFollower:
-    """A metrics.jsonl that another process may be writing: every call reads what has come since the last one.
+    """Reads the new rows of a metrics.jsonl that another process may be writing.
 
-    A file that was put in its place, as a resumed run does, is read from its start. It is held open until then, so that
-    the new one cannot have its number.
+    If the file was replaced by another, as a resumed run does, the new file is read from its start. The old file is
+    held open until then, so that the new one cannot get the same inode number.
     """
 
     def __init__(self, path: Path):
@@ -145,7 +148,10 @@ class MetricsFollower:
         self._lines = 0
 
     def new_rows(self) -> list[dict]:
-        """Yield rows as `read_metrics` gives them; empty if the file does not exist. Raises BadInput as it does."""
+        """Return the complete rows written since the last call; an empty list if the file does not exist.
+
+        Rows and errors are those of `read_metrics`.
+        """
         try:
             now = os.stat(self.path)
             same = self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), now)

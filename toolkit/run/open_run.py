@@ -1,5 +1,5 @@
-"""Opens a finished or unfinished run from its folder alone, for evaluation, prediction, export and replay; and its
-script."""
+"""Opens a finished or unfinished run, and the script of the run, from the run folder alone: for evaluation, prediction,
+export and replay."""
 
 import importlib.util
 import re
@@ -30,7 +30,7 @@ EXPORTED = (".onnx", ".pt2", ".xml")  # what scripts/export.py writes
 
 @dataclass
 class Run:
-    """A run folder and one of its checkpoints."""
+    """A run folder with its settings (`config`), one of its checkpoints, and the classes of the checkpoint."""
 
     folder: Path
     config: dict
@@ -39,20 +39,23 @@ class Run:
 
     @property
     def weights_names(self) -> list[str]:
-        """Weights that the checkpoint holds: "model" (raw) and, where the run had one, "ema"."""
+        """The weights that the checkpoint holds: "model" (raw) and, if the run averaged its weights, "ema"."""
         return [name for name in ("model", "ema") if name in self.checkpoint.tensors]
 
 
 def open_run(path: Path, options_of: OptionsOf) -> Run:
-    """Open a run folder (its best checkpoint, else its newest valid one) or one of its checkpoints.
+    """Open a run folder with its best checkpoint, else its newest valid one; or a given checkpoint of a run.
 
-    The folder of a run of `run.eval_only` is opened with the weights that it evaluated.
+    The folder of a run with `run.eval_only` is opened with the checkpoint that the run evaluated.
 
     Args:
-        options_of: `toolkit.models.options_class`, by which the settings of the model are checked.
+        path: a run folder, or a checkpoint inside one.
+        options_of: `toolkit.models.options_class`, which finds the dataclass that the settings of the model are checked
+            against.
 
     Raises:
-        BadInput: neither a run folder nor a checkpoint in one, or settings that are not what a run writes.
+        BadInput: `path` is neither a run folder nor a checkpoint in one; or the settings in the folder are not valid;
+            or there is no valid checkpoint.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -67,14 +70,14 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
 
 
 def kind_of(source: str | Path) -> str:
-    """Determine what a path or name refers to; nothing else does.
+    """Return the kind of thing that a path or name refers to; it is decided only here.
 
-    "run" (a run folder or checkpoint), "final" (a model that this toolkit saved), "transformers" (a model of
-    transformers: its folder, or a name of the hub), "exported" (a file of scripts/export.py), "predictions" (a file of
-    predictions), "file" (any other).
+    The kinds are "run" (a run folder or a checkpoint), "final" (a model that this toolkit saved), "transformers" (the
+    folder of a model of transformers, or a name on the Hugging Face hub), "exported" (a file of scripts/export.py),
+    "predictions" (a .json file) and "file" (any other file).
 
     Raises:
-        BadInput: a path that is not there, or a folder whose config.json cannot be read.
+        BadInput: the path does not exist and cannot be a name on the hub, or config.json in the folder cannot be read.
     """
     path = Path(source).expanduser()
     if not path.exists() and not may_be_of_hub(str(source)):
@@ -91,12 +94,15 @@ def kind_of(source: str | Path) -> str:
 
 
 def may_be_of_hub(name: str) -> bool:
-    """Return whether a name is `owner/model` of the hub; a folder `owner` here means that a path was meant."""
+    """Return whether a name has the form `owner/model` of the Hugging Face hub.
+
+    False if the current folder has a folder `owner`: then a path was meant.
+    """
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).parent.is_dir()
 
 
 def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
-    """Return the folder of the checkpoints; a run of `run.eval_only` has none and stands for the one it evaluated."""
+    """Return `path`; for a run of `run.eval_only`, which has no checkpoints, what that run evaluated."""
     run = config.get("run", {})
     resumed = Path(str(run.get("resume"))).expanduser()
     empty = not any((folder / "checkpoints").glob("step_*"))
@@ -104,10 +110,10 @@ def _evaluated_run(folder: Path, path: Path, config: Mapping) -> Path:
 
 
 def run_folder_of(path: Path) -> Path:
-    """Return the run folder that `path` is or is inside of.
+    """Return the run folder that `path` is, or that `path` lies in.
 
     Raises:
-        BadInput: neither it nor a folder above it holds settings.
+        BadInput: neither `path` nor a folder above it holds a config.yaml.
     """
     for folder in (path, *path.absolute().parents):
         if (folder / "config.yaml").is_file():
@@ -116,11 +122,15 @@ def run_folder_of(path: Path) -> Path:
 
 
 def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dict:
-    """Return the settings in force where a checkpoint was written, as the newest config of its run folder has them;
-    empty where there is none.
+    """Return the newest settings in the run folder of a checkpoint; an empty dict if there is no run folder any more.
 
-    config: that of this start, whose script may have groups and settings of its own. Raises BadInput as
-    `checked_settings`.
+    Args:
+        checkpoint: path of the checkpoint, or of the run folder.
+        config: settings object of this start, whose classes say which groups and settings the script has.
+        options_of: see `open_run`.
+
+    Raises:
+        BadInput: see `checked_settings`.
     """
     try:
         folder = run_folder_of(checkpoint)
@@ -140,10 +150,13 @@ def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dic
 
 
 def chosen_weights(run: Run, asked: str | None = None) -> str:
-    """Either "model" or "ema": what was asked for, else what the metric for best goes by, as in `final/`.
+    """Return "model" or "ema", the weights of the checkpoint to use.
+
+    asked: "model" or "ema"; None: "ema" if the run's `eval.metric_for_best` is one of the averaged weights and the
+    checkpoint has them, else "model". These are also the weights in `final/`.
 
     Raises:
-        BadInput: the checkpoint does not hold what was asked for.
+        BadInput: the checkpoint does not hold the weights asked for.
     """
     averaged = run.config["eval"]["metric_for_best"].startswith("ema/")
     chosen = asked or ("ema" if averaged and "ema" in run.weights_names else "model")
@@ -156,17 +169,21 @@ def chosen_weights(run: Run, asked: str | None = None) -> str:
 
 
 def script_of(config: Any) -> dict | None:
-    """Return the file that a run's settings come from, and its hash: the script; None where they come from no file."""
+    """Return the `path` of the script of a run and its hash, `sha256`; None if there is no such file.
+
+    config: the settings object, whose class the script defines.
+    """
     file = getattr(sys.modules.get(type(config).__module__), "__file__", None)
     return None if file is None else {"path": str(Path(file).resolve()), "sha256": script_digest(Path(file))}
 
 
 def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
-    """Load the script that `script_of` recorded; return its module, None where there is none to run, and a remark if
-    it has changed.
+    """Import the script of a run and return its module, and a remark if the script has changed since, else "".
+
+    about: what `script_of` recorded. If that is None, or the file is gone, the module is None and the remark says so.
 
     Raises:
-        BadInput: it is none of this project's training scripts, and nobody trusts the file that names it.
+        BadInput: the script is not one of this project's training scripts, and `--trust` was not given.
     """
     if not isinstance(about, Mapping) or not isinstance(about.get("path"), str):
         return None, "the run had no script of its own: its loop is not run again, the detector and its criterion are"
@@ -183,7 +200,7 @@ def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
 
 
 def load_script(path: Path, name: str) -> ModuleType:
-    """Run a Python file as the module of that name, wherever it lies."""
+    """Execute the Python file `path`, wherever it lies, as the module `name`, and return the module."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,8 +1,9 @@
-"""The parts of a run: whatever has state of its own and lives along it, under one contract.
+"""The parts of a run: all objects with state that checkpoints hold, with a common interface.
 
-Every part is saved in each checkpoint and restored from it. When a run goes back to an earlier checkpoint, its weights
-and what belongs to them are restored; a part that is `kept_in_rollback` goes on as it is: the place in the data, the
-counts of the guard, the rows. A new thing with state is one module and one line in `Training.parts`.
+Every part is saved in each checkpoint and restored when a run resumes. When a run rolls back to an earlier checkpoint,
+only weights and optimizer and what belongs to them are restored; a part with `kept_in_rollback = True` keeps its
+present state: the place in the data, the counts of the NaN guard, the rows. A new part is a module and a line in
+`Training.parts`.
 """
 
 import copy
@@ -23,10 +24,11 @@ from toolkit.step.optim import average_gradients, load_state
 
 
 class Part(Protocol):
-    """Something with state that lives along a run, such as an `nn.Module` or an object of the toolkit.
+    """An object whose state is kept in the checkpoints of a run, such as an `nn.Module` or an object of the toolkit.
 
-    Tensors at the top level of its state go to a file of tensors, the rest has to be JSON values. Two members are
-    optional: `kept_in_rollback = True`, and `tensors()`, which yields ((kind, name), tensor) of what must be finite.
+    Tensors at the top level of the state are stored in a file of tensors; all other values must be JSON values. Two
+    members are optional: `kept_in_rollback = True` for a part that a rollback does not restore, and `tensors()`, which
+    yields ((kind, name), tensor) for all tensors that must be finite.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -35,7 +37,7 @@ class Part(Protocol):
 
 
 class OptimizerPart:
-    """An optimizer whose state is restored as it lay in memory, see `toolkit.step.optim.load_state`."""
+    """The part of a run that holds an optimizer; it is restored by `toolkit.step.optim.load_state`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
@@ -48,12 +50,13 @@ class OptimizerPart:
 
 
 class WeightFacts:
-    """Facts about the weights and buffers of a detector beside their values.
+    """The part of a run that records which parameters a script has frozen in its loop, and which buffers are infinite
+    by design.
 
-    A script may freeze parameters in its loop; they stay frozen in a resumed run.
+    Parameters frozen in the loop stay frozen in a resumed run.
 
     Attributes:
-        infinite: buffers that hold infinities by design, such as masks.
+        infinite: names of floating-point buffers that were not finite at the start of the run, such as masks.
     """
 
     kept_in_rollback = True
@@ -66,13 +69,15 @@ class WeightFacts:
         self.infinite = [name for name in floats if not bool(buffers[name].isfinite().all())]
 
     def state_dict(self) -> dict:
-        """JSON values: the parameters that were frozen since the start, and the infinite buffers."""
+        """Return the names of the parameters frozen since the start, and of the infinite buffers, as JSON values."""
         parameters = self._detector.named_parameters()
         frozen = [name for name, p in parameters if name in self._trained_at_start and not p.requires_grad]
         return {"frozen": frozen, "infinite": self.infinite}
 
     def load_state_dict(self, state: Mapping) -> list[str]:
-        """Freeze the parameters that the script had frozen in its loop; return a sentence if there are any."""
+        """Freeze the parameters that the script had frozen in its loop; return a list of one sentence if there are any,
+        else an empty list.
+        """
         names = state["frozen"]
         parameters = dict(self._detector.named_parameters())
         for name in names:
@@ -86,8 +91,9 @@ class WeightFacts:
 class TrainingData:
     """The data of a run.
 
-    loader: yields the batches of an epoch, from the place where the sampler stands.
-    tables: "training" and "validation". A resumed run tells which of them have changed.
+    Attributes:
+        loader: yields the batches of an epoch, from the sampler's place in the epoch on.
+        tables: the data tables "training" and "validation". A resumed run says which of them have changed.
     """
 
     loader: DataLoader | None
@@ -97,7 +103,7 @@ class TrainingData:
 
     @property
     def class_names(self) -> dict[str, list]:
-        """Categories, predicates and attributes that predictions are made of, as JSON values."""
+        """Categories, predicates and attributes of the validation data, which the detector predicts, as JSON values."""
         table = self.tables["validation"]
         return {
             "categories": [asdict(category) for category in table.categories],
@@ -106,13 +112,13 @@ class TrainingData:
         }
 
     def state_dict(self) -> dict:
-        """JSON values: the names of classes, and what each table is known by."""
+        """Return `class_names`, and under `tables` the `identity` of each table, as JSON values."""
         return {**self.class_names, "tables": {name: table.identity for name, table in self.tables.items()}}
 
     def load_state_dict(self, state: Mapping) -> list[str]:
-        """Compare the tables with those of a checkpoint, and return a sentence for each one that has changed.
+        """Compare the tables with those of a checkpoint, and return a sentence for each table that has changed.
 
-        It may be so on purpose: the run goes on with the data that are there now.
+        Nothing is restored: the run goes on with the present data, which may have been changed on purpose.
         """
         before = state["tables"]
         notes = []
@@ -132,10 +138,11 @@ class Extra(UserDict):
         critic = t.extra["critic"] = Critic()
         t.extra["critic_optimizer"] = torch.optim.Adam(critic.parameters())
 
-    A new entry restores its state from the checkpoint that the run continues from; in a fresh run a module gets the
-    state of the first process. Modules go to the device; optimizers are prepared by Accelerate, so use
-    `t.extra["critic_optimizer"]`. Gradients of the modules are averaged over the ranks with those of the detector, in
-    `window.reduce()`; those computed later, by `t.extra.average_gradients()`.
+    When an entry is set, its state is restored from the checkpoint that the run resumes from; in a fresh run, a module
+    gets the state that it has on the first process. Modules are moved to the device. Optimizers are wrapped by
+    Accelerate, so call `t.extra["critic_optimizer"]` instead of the original. `window.reduce()` averages the gradients
+    of the modules over the ranks, with those of the detector; call `t.extra.average_gradients()` for gradients that are
+    computed later.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -144,7 +151,7 @@ class Extra(UserDict):
         self._saved: dict[str, Any] = {}  # states of the checkpoint that are not restored yet
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set an entry. Raises BadInput: the checkpoint's state does not fit, or the value cannot be saved."""
+        """Set an entry. Raises BadInput if the state in the checkpoint does not fit, or the value cannot be saved."""
         if name in self.data and not _has_state(value):
             self.data[name] = _plain(name, value)
             return
@@ -168,7 +175,7 @@ class Extra(UserDict):
 
     @property
     def not_taken_up(self) -> list[str]:
-        """Names in the checkpoint that the script has not assigned."""
+        """Names of entries of the checkpoint that the script has not set."""
         return sorted(self._saved)
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
@@ -181,7 +188,7 @@ class Extra(UserDict):
             yield from ((("t.extra", full_name), tensor) for full_name, tensor in named)
 
     def average_gradients(self) -> None:
-        """Average the gradients of the modules over the ranks; a collective. With one process nothing is done."""
+        """Average the gradients of the modules over the ranks, in place; a collective. One process: do nothing."""
         average_gradients([p for module in self.modules for p in module.parameters() if p.requires_grad])
 
     def zero_grad(self) -> None:
@@ -193,7 +200,10 @@ class Extra(UserDict):
         return {name: value.state_dict() if _has_state(value) else value for name, value in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the assigned entries now, and the others when the script assigns them. Raises BadInput."""
+        """Restore the entries that are set, and each of the others when the script sets it.
+
+        Raises BadInput if a state does not fit.
+        """
         self._saved = {name: copy.deepcopy(state) for name, state in saved.items()}
         for name in list(self.data):
             if name in self._saved:
@@ -246,7 +256,7 @@ class Parts(UserDict[str, Part]):
     """The parts of a run by their names in a checkpoint, in the order in which they are restored."""
 
     def undone_in_rollback(self) -> "Parts":
-        """Return the parts that go back with the weights."""
+        """Return the parts that a rollback restores together with the weights."""
         return Parts({name: part for name, part in self.items() if not getattr(part, "kept_in_rollback", False)})
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
@@ -260,7 +270,7 @@ class Parts(UserDict[str, Part]):
                 part.load_state_dict(saved[name])
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """((kind, name), tensor) of everything that must be finite, of the parts that say so."""
+        """Yield ((kind, name), tensor) for all tensors that must be finite, from the parts that have `tensors()`."""
         for part in self.values():
             own_tensors = getattr(part, "tensors", None)
             if own_tensors is not None:

@@ -1,4 +1,4 @@
-"""The plan of a run: how many steps it makes, how fast it learns, and what changes when its batches do."""
+"""The plan of a run: its number of steps, its learning rates, and their adaptation to a changed batch size."""
 
 import copy
 import math
@@ -19,24 +19,24 @@ LATE_RATES = f"warning: the learning rates that the loop set after an update are
 
 
 class StepBudget:
-    """A number of steps planned from a number of minutes.
+    """Plans a number of steps that fits into a number of minutes.
 
-    The plan rests on the speed of the first steps. It is corrected each time the run has made twice as many steps, and
-    for the last time when half of the minutes have passed.
+    The first plan is made from the speed of the first steps. It is corrected each time the number of steps has doubled
+    since the last plan, and for the last time when half of the minutes have passed.
 
-    Everything that depends on the length of training is then a function of the step. Every rank makes the same calls
-    with seconds that are reduced over the ranks:
+    In this way everything that depends on the length of training is a function of the step. Every rank must make the
+    same calls, with seconds that are reduced over the ranks:
 
         budget.add(step_s)                                      # seconds of training only
         if (total_steps := budget.propose()) is not None:
             budget.fix(total_steps)
 
     Args:
-        max_minutes: of training.
-        skip_steps: first steps that do not measure the speed (compilation, caches); their time counts nevertheless.
-        measure_steps: steps of the first plan; fewer if they would take over a fifth of the minutes. A fifth of them,
-            the slowest and the fastest, are left out of their mean, so that one slow step does not count. A correction
-            uses all steps since the plan before it, and so forgets a slow start.
+        max_minutes: minutes of training.
+        skip_steps: number of first steps whose speed is not measured (compilation, caches); their time is counted.
+        measure_steps: number of steps that the first plan measures; fewer if a fifth of the minutes is used before. The
+            slowest tenth and the fastest tenth are left out of the mean, so that one slow step does not count. A
+            correction uses the mean of all steps since the previous plan, and so forgets a slow start.
     """
 
     _STATE = "total_steps steps elapsed_s measured_s planned_steps planned_s begun_steps begun_s settled".split()
@@ -58,14 +58,14 @@ class StepBudget:
         self.settled = False  # whether the plan is final
 
     def add(self, step_s: float) -> None:
-        """Add a step that took `step_s` seconds."""
+        """Count a step that took `step_s` seconds."""
         self.steps += 1
         self.elapsed_s += step_s
         if self.steps - self.begun_steps > self.skip_steps and self.total_steps is None:
             self.measured_s.append(step_s)
 
     def propose(self) -> int | None:
-        """Return the number of steps that fit into the minutes, those made included; None while no plan is due."""
+        """Return the number of steps of the whole run that fit into the minutes; None if no new plan is due."""
         if self.settled:
             return None
         if self.total_steps is None:
@@ -84,7 +84,7 @@ class StepBudget:
 
     @property
     def _used(self) -> float:
-        """The used share of the minutes, without those of a run that is extended."""
+        """The used share of the minutes; the time of an earlier run that this one extends is left out of both."""
         budget_s = 60.0 * self.max_minutes - self.begun_s
         return (self.elapsed_s - self.begun_s) / budget_s if budget_s > 0 else math.inf
 
@@ -100,7 +100,7 @@ class StepBudget:
         return sum(typical) / len(typical)
 
     def fix(self, total_steps: int) -> None:
-        """Adopt a plan; the one made in the second half of the minutes is final."""
+        """Make `total_steps` the plan; a plan made when half of the minutes have passed is final."""
         self.total_steps = total_steps
         self.measured_s = []
         self.planned_steps = self.steps
@@ -108,12 +108,15 @@ class StepBudget:
         self.settled = self._used >= 0.5
 
     def count_on(self, step: int, earlier: Mapping | None) -> None:
-        """Start a new plan after `step` steps; their seconds count if the state `earlier` has them."""
+        """Start a new plan for a run that goes on after `step` steps.
+
+        earlier: state of the budget of these steps, whose seconds then count; None: there was no budget.
+        """
         self.steps = self.begun_steps = self.planned_steps = step
         self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
 
     def settle(self, total_steps: int) -> None:
-        """Fix the length, which no longer depends on the minutes."""
+        """Make `total_steps` the final plan, which is not corrected any more."""
         self.total_steps = total_steps
         self.settled = True
 
@@ -129,22 +132,23 @@ class StepBudget:
 class Plan:
     """Length, accumulation and learning rates of a run, which depend on each other and on the place in the data.
 
-    Methods that change the plan return sentences for the console.
+    Methods that change the length return sentences for the console; an empty list if nothing has changed.
 
     Attributes:
         sampler: the place in the data.
         schedule: the learning rates.
         total_steps: optimizer steps of the whole run.
-        limit: the setting that `total_steps` comes from.
-        budget: plans `total_steps` where the run has a number of minutes; None: it has none.
+        limit: key of the setting that `total_steps` comes from, such as "run.epochs".
+        budget: plans `total_steps` from `run.max_minutes`; None: the run is not limited to a number of minutes.
         accumulation_steps: micro-batches of an optimizer step.
-        accumulate_after_epoch: the first epoch that has them; in those before it a step has one.
-        steps_per_epoch: optimizer steps of an epoch, on average.
-        warmup_steps: optimizer steps of the warm-up; a run that is shorter is warned of.
-        plain_epochs: last epochs without mixup and mosaic, see `MixedDataset.plan`.
-        bn_momentum: momentum of batch norms at the end, and steps of the warm-up before it changes; None: it stays.
-        eval_only: nothing is trained, whatever the length says.
-        recut: added to the step, the steps that the run would have made if it had always had batches of now.
+        accumulate_after_epoch: the first epoch, counted from 0, that accumulates; a step before it has one micro-batch.
+        steps_per_epoch: mean number of optimizer steps of an epoch.
+        warmup_steps: optimizer steps of the warm-up.
+        plain_epochs: number of last epochs without mixup and mosaic, see `MixedDataset.plan`.
+        bn_momentum: batch norm momentum at the end of training, and the number of warm-up steps after which the
+            momentum starts to change; None: it does not change.
+        eval_only: nothing is trained, whatever `total_steps` is.
+        recut: see `toolkit.run.console.Progress`.
     """
 
     sampler: EpochSampler
@@ -176,7 +180,7 @@ class Plan:
     # ---- learning rates ----------------------------------------------------------------------------------------------
 
     def set_rates(self, step: int, detector: Detector) -> None:
-        """Set learning rates and the momentum of batch norms for the update after `step` updates."""
+        """Set learning rates, and batch norm momentum of the detector, for the update that follows `step` updates."""
         self.schedule.set(step)
         if self.bn_momentum is not None:
             final, warmup_steps = self.bn_momentum
@@ -185,12 +189,12 @@ class Plan:
             set_bn_momentum(detector, momentum)
 
     def note_own_rates(self) -> None:
-        """Note rates that the script has set since the schedule wrote its own."""
+        """Note whether the script has changed the learning rates since the schedule set them, for `check_own_rates`."""
         if self.schedule.is_overwritten:
             self._steps_without_own_rates = 0
 
     def note_update(self) -> None:
-        """Note the learning rates of an update that was made."""
+        """Note the learning rates of the update that has just been made, for `check_own_rates`."""
         self._rates_of_update = self._number_rates()
 
     def _number_rates(self) -> list:
@@ -199,7 +203,10 @@ class Plan:
         return [rate for rate in rates if not isinstance(rate, Tensor)]
 
     def check_own_rates(self) -> str:
-        """After an update: a warning where rates that the script has set do not last, else ""."""
+        """Return a warning if the schedule has overwritten learning rates that the script set, else "".
+
+        Call it after each update; each kind of warning is returned once.
+        """
         if self._number_rates() != self._rates_of_update:
             return self._once("late rates", LATE_RATES)
         if self._steps_without_own_rates is not None:
@@ -210,13 +217,18 @@ class Plan:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that are left of the budget of minutes; infinity without one."""
+        """Seconds left of `run.max_minutes`; infinity if the run is not limited to a number of minutes."""
         return math.inf if self.budget is None else max(0.0, 60.0 * self.budget.max_minutes - self.budget.elapsed_s)
 
     # ---- length ------------------------------------------------------------------------------------------------------
 
     def note_step(self, step: int, time_s: float) -> list[str]:
-        """Plan the length anew where the budget of minutes asks for it. time_s: seconds of the step that was made."""
+        """Count a step towards `run.max_minutes`, and set a new length if one is due.
+
+        Args:
+            step: optimizer steps made, this one included.
+            time_s: seconds that the step took.
+        """
         if self.budget is None:
             return []
         self.budget.add(time_s)
@@ -228,7 +240,7 @@ class Plan:
         return self.set_length(min(self._longest, planned), step)
 
     def set_length(self, total_steps: int, step: int) -> list[str]:
-        """Set the number of steps, and with it what is left of the schedule, after `step` updates."""
+        """Set the number of steps of the whole run, after `step` updates; the rest of the schedule adapts to it."""
         if total_steps == self.total_steps:
             return []
         self.total_steps = total_steps
@@ -237,7 +249,7 @@ class Plan:
         return [f"training takes {total_steps} steps{reason}", *self.warnings_of_length()]
 
     def warnings_of_length(self) -> list[str]:
-        """Warn, once, of what the run will not reach: the end of the warm-up, or of an epoch."""
+        """Return the warnings of `length_warnings` that were not returned before."""
         warnings = length_warnings(self.total_steps, self.warmup_steps, self.steps_per_epoch)
         return [text for text in (self._once(kind, warning) for kind, warning in warnings.items()) if text]
 
@@ -249,7 +261,8 @@ class Plan:
 
     @property
     def epochs_are_fixed_at(self) -> int | None:
-        """The step at which the length was fixed: 0 without a budget of minutes; None while it is still open."""
+        """The step after which the length cannot change any more; 0 if the run is not limited to a number of minutes;
+        None while the length may still change."""
         if self.budget is None:
             return 0
         return self.budget.planned_steps if self.budget.settled else None
@@ -258,11 +271,11 @@ class Plan:
 
     @property
     def accumulation(self) -> tuple[int, int]:
-        """Micro-batches of a step, and the first epoch that has them."""
+        """Micro-batches of an optimizer step, and the first epoch, counted from 0, that accumulates so many."""
         return self.accumulation_steps, self.accumulate_after_epoch
 
     def take_up_accumulation(self, step: int) -> list[str]:
-        """Plan the length anew where the script has changed the accumulation."""
+        """Adapt length and schedule after `step` updates, if the script has changed the accumulation."""
         if self.accumulation == self._reckoned_with:
             return []
         notes = self._retime(step, self.sampler.state_dict(), self._reckoned_with, keep_schedule=True)
@@ -270,14 +283,15 @@ class Plan:
         return notes
 
     def _retime(self, step: int, sampler_before: Mapping, before: tuple[int, int], keep_schedule: bool) -> list[str]:
-        """Plan a length and a schedule by which the run sees the data that it was to see.
+        """Set length and schedule so that the run ends at the same place in the data as planned before.
 
-        For a run whose optimizer steps see other numbers of images than before.
+        This is for a run whose optimizer steps now see another number of images.
 
         Args:
-            sampler_before: state of the sampler with the batches of before.
-            before: accumulation of before.
-            keep_schedule: False: length and schedule are those of this command.
+            step: optimizer steps made so far.
+            sampler_before: state of the sampler with the previous batches.
+            before: the previous `accumulation`.
+            keep_schedule: True: adapt the present length and schedule; False: use those of this command.
         """
         sampler = self.sampler
         now = self.accumulation
@@ -317,7 +331,7 @@ class Plan:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """JSON values; the place in the data is in the state of the sampler."""
+        """Return JSON values; the place in the data is not among them, but in the state of the sampler."""
         self.note_own_rates()
         return {
             "total_steps": self.total_steps,
@@ -330,11 +344,13 @@ class Plan:
         }
 
     def resume(self, state: Mapping, sampler_before: Mapping, step: int, keep_schedule: bool) -> list[str]:
-        """Go on with the plan of a checkpoint, or with this command's from the checkpoint's step on.
+        """Restore the plan of a checkpoint, adapted to the present batch size, and return sentences for the console.
 
         Args:
-            state: of `state_dict`. sampler_before: state of the sampler in the same checkpoint.
-            keep_schedule: True: the checkpoint's schedule and length; False: this command's.
+            state: result of `state_dict` in the checkpoint.
+            sampler_before: state of the sampler in the same checkpoint.
+            step: optimizer steps made at the checkpoint.
+            keep_schedule: True: go on with the checkpoint's schedule and length; False: keep those of this command.
         """
         if keep_schedule:
             self._take_up_schedule(state)
@@ -361,8 +377,9 @@ class Plan:
 
 
 def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
-    """Return a warning for each thing that a run of `total_steps` optimizer steps does not reach, by its name: the end
-    of the "warm-up", all of an "epoch"."""
+    """Return warnings about a run of `total_steps` optimizer steps by kind: "warm-up" if it ends inside the warm-up,
+    "epoch" if it does not finish one epoch.
+    """
     warnings = {}
     if total_steps <= warmup_steps:
         warnings["warm-up"] = (

@@ -1,4 +1,4 @@
-"""The processes of a run: their setup by Accelerate, their threads, and their first lines of output."""
+"""Sets up the processes of a run by Accelerate, sets their CPU threads, and prints their first lines of output."""
 
 import os
 import warnings
@@ -29,10 +29,11 @@ RESTARTABLE = "restartable://"  # an `init_method` of torch
 
 
 def _store_of_this_start(url: str, **options) -> Iterator[tuple[dist.Store, int, int]]:
-    """torchrun's store without the keys of earlier starts (`--max-restarts`), which it keeps: a process that is faster
-    than another one would connect to where that one was before. https://github.com/pytorch/pytorch/issues/135712
+    """Yield torchrun's store with keys that are new for each restart (`--max-restarts`), with rank and world size.
 
-    Several machines count their restarts differently, so that this is for one.
+    torchrun keeps the keys of earlier starts, so a fast process would connect to the old address of a slower one, see
+    https://github.com/pytorch/pytorch/issues/135712. This works on one machine only, because several machines count
+    their restarts differently.
     """
     store, rank, world_size = next(dist.rendezvous("env://", **options))
     yield dist.PrefixStore(f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world_size
@@ -42,12 +43,17 @@ dist.register_rendezvous_handler(RESTARTABLE.partition(":")[0], _store_of_this_s
 
 
 def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
-    """Start Accelerate once all processes are there.
+    """Connect the processes of the run and return their `Accelerator`.
 
-    A second call sets another precision; the processes stay as they are.
+    A second call only sets another precision; the processes stay connected.
+
+    Args:
+        precision: "no", "fp16" or "bf16"; None or "auto": the precision given to the launcher, else "no". On a CPU,
+            "fp16" becomes "no".
+        kwargs: further arguments of `Accelerator`.
 
     Raises:
-        BadInput: the other processes do not come, or the devices that were asked for are not there.
+        BadInput: another process does not start in time, or the GPUs asked for do not exist.
     """
     if precision in (None, "auto"):
         precision = launcher_precision(find_launch(), os.environ) or "no"
@@ -97,7 +103,7 @@ def _refuse_absent_gpus() -> None:
 
 
 def wait_at_most(minutes: float) -> None:
-    """Set the timeout of collectives, after which a waiting process fails."""
+    """Set the timeout of collectives: a process that waits longer for another one fails. One process: do nothing."""
     if dist.is_initialized():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that its name begins with an underline
@@ -109,7 +115,11 @@ def _first_line(error: Exception) -> str:
 
 
 def set_threads(threads: int | None, device: torch.device) -> None:
-    """Set the CPU threads of this process: as given, or all cores if `accelerate launch`, not the user, set one."""
+    """Set the number of CPU threads that torch uses in this process.
+
+    threads: the number; None: torch's default, but on a CPU, if `accelerate launch` set OMP_NUM_THREADS to 1 by itself,
+    the cores divided among the processes of the machine.
+    """
     if threads is None:
         launch = find_launch()
         alone = launch is not None and not launch.chose_threads and os.environ.get("OMP_NUM_THREADS") == "1"
@@ -122,10 +132,11 @@ def set_threads(threads: int | None, device: torch.device) -> None:
 def prepare(
     accelerator: Accelerator, detector: torch.nn.Module, optimizer: Optimizer, tf32: bool | None, one_size: bool
 ) -> tuple[torch.nn.Module, Optimizer]:
-    """Call Accelerate's `prepare` for a `Detector` on its device.
+    """Set up the GPU and DDP for a `Detector` on its device, and return detector and optimizer prepared by Accelerate.
 
-    tf32: float32 products of a GPU are rounded to TensorFloat-32, or not; None: PyTorch's choice.
-    one_size: all images have one size, for which cuDNN then looks for its fastest convolutions.
+    Args:
+        tf32: whether a GPU uses TensorFloat-32 in float32 products; None: PyTorch's default.
+        one_size: all images have the same size; cuDNN then searches for the fastest convolutions for it.
     """
     if accelerator.device.type == "cuda":
         if tf32 is not None:
@@ -143,7 +154,10 @@ def prepare(
 
 
 def announce(world_size: int, folder: Path, messages: Iterable[str]) -> None:
-    """Print the first lines of a run: its number of processes, where it writes and where it resumes from."""
+    """Print the first lines of a run: processes, CPU threads, run folder and `messages`.
+
+    Warns if the launcher was asked for several processes and has started one.
+    """
     print(f"processes: {world_size}, CPU threads of each: {torch.get_num_threads()}", flush=True)
     print(f"run folder: {folder}", *messages, sep="\n", flush=True)
     if world_size == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:

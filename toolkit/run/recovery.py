@@ -1,4 +1,4 @@
-"""The guard of a run, and the recovery after it has refused an update: report, undo, then stop, skip or roll back.
+"""The NaN guard of a run, and the recovery after a refused update: report, undo, then stop, skip or roll back.
 
 `t` is a `toolkit.run.training.Training` throughout.
 """
@@ -33,39 +33,44 @@ from toolkit.step.schedules import is_time
 
 
 class RunGuard(NanGuard):
-    """The NaN guard of a run, which looks at the state of the run too, reports what it refuses, and recovers.
+    """The NaN guard of a run, which also checks the state of the run, reports refused updates, and recovers from them.
 
     Attributes:
-        start: what the run begins with, until a checkpoint stands.
-        gradient_table_every: optimizer steps between two tables of gradients on the console; 0: none.
+        start: the initial state of the run, until the first checkpoint is written; None afterwards.
+        gradient_table_every: optimizer steps between two tables of gradients on the console; 0: no tables.
     """
 
     start: Checkpoint | None = None
     gradient_table_every = 0
 
     def of_run(self, t) -> None:
-        """Guard a `toolkit.run.training.Training`."""
+        """Set the `toolkit.run.training.Training` to guard; call it before any other method."""
         self._t = t
         self._parts_of_state = state_in_parts(t)
         self._is_first_update = True  # of this start
         self.watch(t.detector)
 
     def look_at_new_state(self) -> None:
-        """Look at the tensors of the run anew: those of before were replaced."""
+        """Start the check of the state again with the present tensors; call it after tensors were replaced."""
         self._parts_of_state = state_in_parts(self._t)
 
     def next_part_looks_finite(self) -> Tensor:
-        """Return 1.0 or 0.0, 0-dim, not read: whether the next part of the state of the last update looks finite."""
+        """Return whether the next part of the state after the last update looks finite: 1.0 or 0.0, a 0-dim tensor.
+
+        Each call checks another part in turn. The result is not read from the device.
+        """
         return next(self._parts_of_state)
 
     def accepts(self, window: TrainingWindow, reduced: Mapping[str, float]) -> bool:
-        """Decide about the update of a window, identically on every rank.
+        """Return whether to make the update of a window; identical on every rank.
 
-        A refused window is reported and undone as the policy says; go on with the next one then.
+        If the result is False, the window has been reported and undone as `run.on_nonfinite` says: go on with the next
+        window.
 
-        reduced: what `window.reduce()` returned.
+        reduced: result of `window.reduce()`.
 
-        Raises StoppedByGuard: the policy says so; the newest finite state is saved.
+        Raises:
+            StoppedByGuard: the update is refused and the policy is to stop; the newest finite state is saved.
         """
         t = self._t
         t.check.done["accepts"] += 1
@@ -110,21 +115,21 @@ class RunGuard(NanGuard):
 
 
 def gradients_finite(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether every entry of the gradients is finite, on every rank: a norm can overflow all the same.
+    """Return whether every entry of the gradients is finite on every rank, even if the norm of the gradients overflows.
 
-    A collective, and a host read.
+    A collective, which also reads from the device.
     """
     finite = [p.grad.isfinite().all() for p in parameters if p.grad is not None]
     return not agree_max(int(bool(finite) and not bool(torch.stack(finite).all())))
 
 
 def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
-    """Recover the run from the current accumulation window, identically on all ranks.
+    """Undo the current accumulation window, whose update was refused, and do what `action` says, on all ranks alike.
 
-    broken: what `broken_state` found.
+    broken: result of `broken_state`.
 
     Raises:
-        StoppedByGuard: the policy says so; the newest finite state is saved.
+        StoppedByGuard: the action is to stop, or no checkpoint to roll back to exists.
     """
     if action is Action.CALIBRATE:  # the fp16 scaler looks for its scale: it skips this update by itself
         t.check.refused()
@@ -138,9 +143,14 @@ def recover(t, action: Action, broken: Sequence[str] = ()) -> None:
 
 
 def act_on_refusal(t, action: Action, message: str, broken: Sequence[str]) -> None:
-    """Stop, go back, or go on with the next window, which the window under way no longer belongs to.
+    """Stop, roll back to the newest valid checkpoint, or go on with the next window, as `action` says.
 
-    Raises StoppedByGuard.
+    Args:
+        message: says what was refused, and is printed or raised.
+        broken: result of `broken_state`.
+
+    Raises:
+        StoppedByGuard: the action is to stop, or no checkpoint to roll back to exists.
     """
     t.check.refused()
     if action is Action.STOP:
@@ -167,17 +177,19 @@ def act_on_refusal(t, action: Action, message: str, broken: Sequence[str]) -> No
 
 
 def tensors_to_check(t, in_window: bool = False) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """((kind, name), tensor) of all that must be finite.
+    """Yield ((kind, name), tensor) for all tensors of a run that must be finite.
 
-    in_window: a window is under way, whose forward may have spoiled the buffers; theirs are those before it.
+    in_window: yield the buffers as they were before the current window, whose forward pass may have spoiled them.
     """
     yield from named_state(t.detector, t.guard.watched(in_window), t.optimizer, t.loss_weights)
     yield from t.parts.tensors()
 
 
 def state_in_parts(t) -> Iterator[Tensor]:
-    """`looks_finite` of one part of the state a step, in turn. Its tensors are listed once a round, because that takes
-    longer than the norms of a part."""
+    """Yield `looks_finite` of one part of the state after another, endlessly.
+
+    The tensors are collected only once for all parts, because that takes longer than the norms of a part.
+    """
     while True:
         state = list(tensors_to_check(t, in_window=True))
         for part in range(STATE_PARTS):
@@ -185,7 +197,10 @@ def state_in_parts(t) -> Iterator[Tensor]:
 
 
 def broken_state(t, in_window: bool = False) -> list[str]:
-    """Describe what is not finite on any rank, identically on all ranks. Reads the whole state; a collective."""
+    """Return the names of the non-finite tensors of all ranks, the same on every rank; an empty list if there are none.
+
+    A collective, which reads the whole state. in_window: see `tensors_to_check`.
+    """
     of_ranks = gather_objects(nonfinite(tensors_to_check(t, in_window)))
     return list(dict.fromkeys(name for names in of_ranks for name in names))
 
@@ -197,19 +212,20 @@ def _named_tensors(t, names: Sequence[str], in_window: bool) -> dict[str, Tensor
 
 
 def describe_nonfinite(broken: Sequence[str]) -> str:
-    """Name the first non-finite tensors."""
+    """Return a sentence that names the first three of the tensors `broken`, and the number of the others."""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
     return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
 
 
 def state_is_sound(t) -> bool:
-    """Check the whole state before it is evaluated or saved, so that nothing non-finite is ever written.
+    """Check the whole state before it is evaluated or saved, so that no non-finite state is ever written.
 
     Returns:
-        False: it was not, and the run has gone back to the last good checkpoint.
+        True if the state is finite; False if it was not, and the run has been rolled back to the last valid checkpoint.
 
     Raises:
-        StoppedByGuard: it was not, and the policy is another one.
+        StoppedByGuard: the state is not finite, and the run cannot be rolled back or `run.on_nonfinite` is not
+            rollback.
     """
     broken = broken_state(t)
     if not broken:
@@ -221,7 +237,8 @@ def state_is_sound(t) -> bool:
 
 
 def ranks_apart(t) -> str:
-    """Return a warning if the weights are not bit-identical on all ranks, else "". A collective with one host read."""
+    """Return a warning if the weights are not bit-identical on all ranks, else "". A collective; reads the device once.
+    """
     if world()[1] == 1:
         return ""
     named = dict(t.detector.named_parameters())
@@ -238,7 +255,10 @@ def ranks_apart(t) -> str:
 
 
 def keep_start(t) -> None:
-    """Keep the initial state on the CPU until the first checkpoint: no newer state is known to be finite."""
+    """Copy the initial state of the run to the CPU, as `t.guard.start`, and drop the copy after the first checkpoint.
+
+    Before that checkpoint no other state is known to be finite.
+    """
     if t.checkpoints.saved_step >= 0:
         t.guard.start = None
     elif t.guard.start is None:

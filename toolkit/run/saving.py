@@ -29,12 +29,12 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Attributes:
-        folder: `checkpoints` in the run folder.
-        weight_facts: facts about the weights in them.
-        save_every: optimizer steps between two; 0: only at evaluations and at the end.
-        keep: number of newest checkpoints that stay, beside `best`.
-        keep_every: checkpoints of every so many steps stay for good; 0: none.
-        saved_step: the step that was saved or taken up last; -1: none.
+        folder: the folder `checkpoints` in the run folder.
+        weight_facts: facts about the weights in the checkpoints.
+        save_every: optimizer steps between two checkpoints; 0: only at evaluations and at the end.
+        keep: number of newest checkpoints to keep, in addition to `best`.
+        keep_every: checkpoints of steps that are multiples of this number are never deleted; 0: there are none of them.
+        saved_step: the step that was last saved or resumed from; -1: none.
     """
 
     folder: Path
@@ -48,7 +48,9 @@ class Checkpoints:
 def save(t, best: bool = False) -> None:
     """Write the state of `t` to `checkpoints/step_000123/`, and delete the checkpoints that are no longer kept.
 
-    The main process writes; every rank raises if that fails. best: this one becomes `best`.
+    Every rank must call it. The main process writes; if that fails, every rank raises `CheckpointError`.
+
+    best: whether the link `best` is pointed at this checkpoint.
     """
     content = content_of_run(t)
     t.checkpoints.saved_step = t.step
@@ -73,11 +75,13 @@ def _keeping(t, best: bool) -> dict:
 
 
 def save_outcome(t, best: bool = False) -> None:
-    """Write the outcome of an evaluation into the checkpoint of this step, which stands already.
+    """Add the outcome of an evaluation to the checkpoint of the current step, which was written before the evaluation.
 
-    best: it is the best so far. Weights and optimizer are those that were saved; the metric, the rows, the patience
-    and the schedule are as the evaluation left them. A checkpoint that somebody has damaged or deleted meanwhile is
-    written anew. Every rank raises if that fails.
+    The files of weights and optimizer are kept; the best metric, the number of rows, the patience and the schedule are
+    replaced by those after the evaluation. If the checkpoint was damaged or deleted in the meantime, it is written
+    again. Every rank must call it; if writing fails, every rank raises `CheckpointError`.
+
+    best: whether this state is the best so far; the link `best` is then pointed at the checkpoint.
     """
     content = content_of_run(t)
     with warn_if_stalled(f"the metric in the checkpoint of step {t.step} in {t.folder}", t.log.say):
@@ -100,25 +104,26 @@ def _sync_rows(t) -> None:
 
 
 def content_of_run(t) -> dict:
-    """Return everything of a run that a checkpoint keeps, as arguments of `save_checkpoint`."""
+    """Return the state of the run that a checkpoint holds, as keyword arguments of `save_checkpoint`."""
     return by_storage(t.step, t.parts.state_dict())
 
 
 def restore_checkpoint(
     t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()
 ) -> list[str]:
-    """Take up everything a checkpoint holds; return sentences on what will not be identical.
+    """Restore everything that a checkpoint holds into `t`, and return sentences on what differs from the run so far.
+
+    If `run.eval_only` is set, only the weights are restored, and the run folder is not changed.
 
     Args:
-        checkpoint: verified by its manifest.
-        keep_schedule: False: keep this command's learning-rate schedule and length.
-        changed: settings that are not those of the run so far, to say why a checkpoint does not fit.
-
-    Where only an evaluation is planned, weights are all that is taken, and the checkpoints and links of the run folder
-    stay as they are.
+        checkpoint: result of `load_checkpoint`.
+        keep_schedule: True: restore the learning-rate schedule and the length of the checkpoint; False: keep those of
+            this command.
+        changed: settings that differ from those of the run so far, to explain why a checkpoint does not fit.
 
     Raises:
-        BadInput: the checkpoint is of other classes or another model. The run folder is as it was.
+        BadInput: the checkpoint is of other classes or another model, or cannot be restored. The run folder is not
+            changed then.
     """
     path = checkpoint.path
     names = [category["name"] for category in checkpoint.of_part("data")["categories"]]
@@ -159,7 +164,8 @@ _OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
 
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
-    """Raise BadInput, in a few lines and in terms of the settings, where weights or optimizer are of another model."""
+    """Raise BadInput if the weights or the optimizer of the checkpoint are of another model; say which settings differ.
+    """
     saved = checkpoint.tensors
     faults = _misfits(t.detector.state_dict(), saved["model"])
     if "loss_weights" in saved or any(True for _ in t.loss_weights.parameters()):
@@ -213,9 +219,9 @@ def _load_best(t, checkpoint: Checkpoint) -> list[str]:
 
 
 def restore_rolled_back_state(t, checkpoint: Checkpoint) -> None:
-    """Take over the step of a checkpoint and everything that goes back with it, see `toolkit.run.parts`.
+    """Set `t.step` to the step of a checkpoint and restore the parts that a rollback restores, see `toolkit.run.parts`.
 
-    Where only an evaluation is planned, weights are all that is taken.
+    If `run.eval_only` is set, only the parts in `EVALUATED_PARTS` are restored.
     """
     t.step = checkpoint.step
     saved = checkpoint.by_part()

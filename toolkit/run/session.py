@@ -1,4 +1,4 @@
-"""A run from start to end. Only this module and the `session_...` beside it read its settings.
+"""A run from start to end. In this package, only this module and the modules `session_...` read the run's settings.
 
     with session(config) as s:    # of `toolkit.run.session_start`
         table, val_table = s.open_data()
@@ -39,15 +39,19 @@ from toolkit.run.validation import warn_of_crowds
 
 @dataclass
 class Session:
-    """The processes, folder and settings of a run, and the steps from them to a training and to its end.
+    """The processes, folder and settings of a run; its methods open the data, build the training, and end the run.
 
     Attributes:
-        config: with the seed of the checkpoint, where the run goes on from one. asked_seed: that of the command.
-        staging: folder that a start writes to until nothing was refused; see `toolkit.run.folder.staging`.
-        checkpoint: to go on from; None: a fresh start. stored: the settings it was trained with.
-        measured: figures of the start, for environment.json.
-        t: the training, once it is built. log: that of the training, once it has begun.
-        test_table: data of `eval.test_split`, evaluated when the training has ended.
+        config: the settings; if the run resumes from a checkpoint, with the seed of that checkpoint.
+        status: keeps `status.json` of the run.
+        checkpoint: the checkpoint to resume from; None: a fresh start.
+        stored: the settings that the checkpoint was trained with; empty for a fresh start.
+        asked_seed: the seed in the settings of this command.
+        staging: the folder to write to until all checks at the start have passed, see `toolkit.run.folder.staging`.
+        measured: facts found at the start, which are written to environment.json.
+        log: the log of the training, once the training has begun.
+        t: the training, once it is built.
+        test_table: the data of `eval.test_split`, which are evaluated after training; None: there are none.
     """
 
     config: Any
@@ -71,33 +75,41 @@ class Session:
 
     @property
     def pins(self) -> bool:
-        """Whether batches arrive in page-locked memory."""
+        """Whether batches are loaded into page-locked (pinned) memory."""
         return self.accelerator.device.type == "cuda"
 
     def say(self, text: str) -> None:
-        """Print on the main process."""
+        """Print a text on the main process; other processes print nothing."""
         self.accelerator.print(text, flush=True)
 
     def stop_if_asked(self, when: str) -> None:
-        """End the run between two long parts if a signal came on any process; a collective. Raises Preempted."""
+        """Raise Preempted if any process received a stop signal; a collective.
+
+        when: the end of the message, such as "while the data was read".
+        """
         number = agree_max(self.signals.received)
         if number:
             raise Preempted(f"{signal_name(number)} {when}; `--run.resume latest` goes on")
 
     def open_data(self) -> tuple[DetectionTable, DetectionTable]:
-        """Open and check training and validation data; what was wrong with them is listed in the run folder.
+        """Open and check the data, and return the tables of training and validation data.
 
-        Where a checkpoint is only evaluated, and the training data are a single set that the validation data are
-        not a part of, the training data are not opened: the validation data stand for them.
+        Faults in the data are listed in the run folder.
+
+        With `run.eval_only` and a checkpoint, the training data are not opened if they are a single data set and the
+        validation data are not a share of them. The table of validation data is then returned twice.
         """
         table, val_table = open_tables(self)
         self.stop_if_asked("while the data was read")
         return table, val_table
 
     def make_detector(self, table: DetectionTable, start: Callable | None = None) -> Detector:
-        """Return the detector with the weights it begins with, on the device; the same ones on every rank.
+        """Return the detector with its initial weights on the device; the weights are the same on every rank.
 
-        start: what builds it out of the training data, as `start_scene_graph`; None: it needs nothing but the classes.
+        Args:
+            table: training data, which the classes come from.
+            start: function that builds the detector from the training data, such as `start_scene_graph`; None:
+                `start_detector`, which needs the classes only.
         """
         data = self.config.data
         options = self.config.model
@@ -121,11 +133,12 @@ class Session:
     def training(
         self, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator: Any
     ) -> Training:
-        """Build everything that the loop needs, and begin: at step 0, or where the checkpoint was written.
+        """Build the training, begin the run at step 0 or at the step of the checkpoint, and return the training.
 
-        Takes up the checkpoint, writes down settings and environment, and evaluates where that is due.
+        This restores the checkpoint, writes settings and environment to the run folder, and evaluates if an evaluation
+        is due before the first step.
 
-        evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
+        evaluator: computes the metrics of predictions on `val_table`, such as `CocoEvaluator`.
         """
         t = build_training(self, detector, table, val_table, evaluator)
         self.t = t
@@ -138,10 +151,13 @@ class Session:
         return t
 
     def end(self, t: Training) -> None:
-        """Make the last evaluation, write the best weights to `final/` and the report, and push all of it to the hub
-        where that is asked for; of an evaluation alone write the report only.
+        """Make the last evaluation, write the best weights to `final/`, evaluate the test split, write the report, and
+        upload `final/` to the hub if `hub.push` is set.
+
+        With `run.eval_only` only the report is written.
 
         Raises:
-            Preempted: a signal came; a resumed run does what is left. BadInput: something cannot be written.
+            Preempted: a signal was received; a resumed run does what is left.
+            BadInput: a file cannot be written.
         """
         end(self, t)

@@ -1,4 +1,4 @@
-"""The beginning of a run: the checkpoint is taken up, and settings and environment are written down."""
+"""The beginning of a run: restores the checkpoint, and writes settings and environment to the run folder."""
 
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +20,10 @@ from toolkit.step.schedules import is_time
 
 
 def begin(s: Any, t: Training, table: DetectionTable) -> None:
-    """Take up the checkpoint, write down what is run, and evaluate where that is due. Refuse before writing."""
+    """Restore the checkpoint, write settings and environment to the run folder, and evaluate if that is due.
+
+    Nothing is written to the run folder before all checks have passed. `s` is a `Session`, `table` the training data.
+    """
     run = s.config.run
     checkpoint = s.checkpoint
     settings, changed = _settings(s, t)
@@ -88,9 +91,9 @@ def _repair_rows(s: Any) -> list[str]:
 
 
 def _record(s: Any, t: Training, table: DetectionTable, settings: dict, changed: list[Change]) -> None:
-    """Say how large model and data are; write `config.yaml`, `environment.json` and `status.json`.
+    """Print the sizes of model and data; write `config.yaml`, `environment.json` and `status.json`.
 
-    A later start keeps its settings in `config_2.yaml`, `config_3.yaml` and so on, with what is new in them.
+    A later start writes its settings to `config_2.yaml`, `config_3.yaml` and so on, with the changes as comments.
     """
     sizes = [(p.numel(), p.requires_grad) for p in t.detector.parameters()]
     parameters = {"all": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained)}

@@ -13,7 +13,7 @@ from toolkit.run.validation import evaluate_test_split, finish
 
 
 def end(s: Any, t: Training) -> None:
-    """End the run of a `Session`, see `Session.end`."""
+    """End the run of the `Session` `s`, see `Session.end`."""
     trained = not s.config.run.eval_only
     if trained:
         finish(t)
@@ -44,7 +44,7 @@ def _report(s: Any, t: Training, trained: bool) -> None:
 
 
 def write_final(s: Any, t: Training) -> None:
-    """Write the detector, which holds the best weights, to `final/`, and its exported form where that is asked for."""
+    """Write the detector, which holds the best weights, to `final/`, and export it if `run.export` is set."""
     c = s.config.data
     folder = s.folder / "final"
     v = t.validation

@@ -1,4 +1,4 @@
-"""The data sets and the objects of a training, made as the settings of a run say."""
+"""Opens the data and builds the objects of a training from the settings of a run. `s` is a `Session` throughout."""
 
 import os
 from dataclasses import asdict, replace
@@ -45,7 +45,7 @@ from toolkit.step.schedules import schedule_of_settings, steps_from
 
 
 def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:
-    """Open training and validation data for a `Session`, and its test split; see `Session.open_data`."""
+    """Open training and validation data and return their tables, see `Session.open_data`; set `s.test_table`."""
     c = s.config.data
     reading = {key: getattr(c, key) for key in READING}
     apart = not share_of(c.val) and c.overfit_batches is None and not is_several(c.path, c.train)
@@ -67,9 +67,9 @@ def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:
 def build_training(
     s: Any, detector: Detector, table: DetectionTable, val_table: DetectionTable, evaluator: Any
 ) -> Training:
-    """Build a training at step 0.
+    """Build the training of a run and return it, at step 0.
 
-    evaluator: what measures predictions on `val_table`, such as `CocoEvaluator`.
+    evaluator: computes the metrics of predictions on `val_table`, such as `CocoEvaluator`.
     """
     distillation = _distillation(s, detector, table)
     weights = _loss_weights(s, detector, distillation)
@@ -170,7 +170,7 @@ def _loaders(
 
 
 def _settle(s: Any, detector: Detector) -> None:
-    """Put what is used in the place of `run.precision`, `run.tf32` and `optim.compile`, and say who decided it."""
+    """Set `run.precision`, `run.tf32` and `optim.compile` in `s.config` to the values in use; print their origin."""
     run = s.config.run
     optim = s.config.optim
     device = s.accelerator.device

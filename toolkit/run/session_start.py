@@ -27,10 +27,11 @@ from toolkit.step.execution import be_deterministic
 
 @contextmanager
 def session(config: Any) -> Iterator[Session]:
-    """Set up processes, run folder, signals and status of a run while the block runs.
+    """Set up processes, run folder, signals and status of a run, and yield its `Session`, for a `with` block.
 
     Raises:
-        BadInput: settings that cannot be met, a run folder that cannot be used, a checkpoint that cannot be resumed.
+        BadInput: the settings cannot be used here, the run folder cannot be used, or there is no valid checkpoint to
+            resume from.
     """
     trial = agent_run_id()
     if trial:  # all trials of a sweep are started by one command

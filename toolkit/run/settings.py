@@ -1,4 +1,4 @@
-"""Settings shared by all scripts, one dataclass per topic; those of a detector stand beside it, in its `options.py`.
+"""Settings shared by all scripts, one dataclass per topic; those of a detector are in `options.py` of its family.
 
 Every default is in one of these dataclasses or in the `Config` of a script; a YAML file states only what differs.
 """
@@ -13,7 +13,8 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 
 @dataclass
 class RunConfig:
-    """Output, length, logging, evaluation, checkpoints, resuming, trackers, precision."""
+    """Settings of a run: its folder, length, logging, intervals of evaluation, checkpoints, resuming, experiment
+    trackers, NaN guard, precision and processes."""
 
     output_dir: str = "runs"
     """Folder in which run folders are created."""
@@ -104,7 +105,7 @@ class RunConfig:
 
 @dataclass
 class DataConfig:
-    """Data, augmentation and batches."""
+    """Settings of the data, their augmentation and the batches."""
 
     path: str | list[str] | None = None
     """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, which is recognised; `data.train` and
@@ -226,7 +227,7 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """Optimizer, accumulation, clipping and averaged weights."""
+    """Settings of the optimizer, gradient accumulation and clipping, averaged weights (EMA) and compilation."""
 
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     """Optimizer. muon: torch's Muon for matrices (linear layers, attention) and AdamW for all else, with the learning
@@ -285,7 +286,7 @@ class OptimConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate schedule."""
+    """Settings of the learning rate schedule."""
 
     name: Literal[
         "constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic", "plateau"
@@ -330,7 +331,7 @@ class ScheduleConfig:
 
 @dataclass
 class LossConfig:
-    """The weights and the normalisation of the losses."""
+    """Settings of the losses: weights, normalisation and distillation."""
 
     weights: dict[str, float | str | list] = field(default_factory=dict)
     """Loss weights by name: a number, "learned", or a piecewise linear schedule [[step, value], ...]. Other losses keep
@@ -345,7 +346,7 @@ class LossConfig:
 
 @dataclass
 class EvalConfig:
-    """Evaluation."""
+    """Settings of the evaluation."""
 
     backend: Literal["toolkit", "pycocotools"] = "toolkit"
     """Implementation of the COCO metrics: this toolkit, or pycocotools, the slower reference; both give the same
@@ -375,7 +376,7 @@ class EvalConfig:
 
 @dataclass
 class SceneGraphEvalConfig(EvalConfig):
-    """Evaluation."""
+    """Settings of the evaluation of scene graphs."""
 
     metric_for_best: str = "R@100"
     """Metric that selects the best checkpoint and controls early stopping and the plateau schedule."""
@@ -393,7 +394,7 @@ class SceneGraphEvalConfig(EvalConfig):
 
 @dataclass
 class HubConfig:
-    """Upload of the finished model to the Hugging Face hub."""
+    """Settings of the upload of the finished model to the Hugging Face hub."""
 
     push: str | None = None
     """Hugging Face hub repository, such as me/blood-cells, that `final/` is uploaded to after the report. It needs `hf

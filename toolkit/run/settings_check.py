@@ -1,6 +1,6 @@
-"""Checks groups of settings against their dataclasses: every key and type, all faults at once.
+"""Checks every key and type in groups of settings against their dataclasses, and reports all faults at once.
 
-The command line checks its settings files with it, and whatever opens a run those of its folder.
+It is used for settings files given on the command line, and for those in a run folder that is opened.
 """
 
 import json
@@ -35,11 +35,14 @@ def type_faults(
 ) -> list[str]:
     """Return a sentence for every group that is not a mapping, and for every value of the wrong type.
 
-    Keys that no dataclass has are passed over; see `key_faults`.
+    Unknown groups and keys are ignored, see `key_faults`. An empty list: there are no faults.
 
     Args:
-        groups: as a file has them. kinds: the dataclass of each group that is known. where: the file, as it is told.
-        null_is_not_given: of a model, null means that a setting is not given, as in the config.yaml of a run.
+        groups: settings by group and key, as read from a file.
+        kinds: the dataclass of each known group.
+        where: name of the file for the message.
+        null_is_not_given: null is valid for every setting of the group `model` except `architecture`, and means that
+            the setting was not given, as in the config.yaml of a run.
     """
     problems = []
     for name in (name for name in kinds if name in groups):
@@ -60,12 +63,14 @@ def key_faults(
     groups: Mapping, kinds: Mapping[str, type], where: str, strict: bool = True,
     elsewhere: Callable[[str], str] = lambda flag: "",
 ) -> list[str]:  # fmt: skip
-    """Return a sentence for every unknown group and key, with the nearest known one.
+    """Return a sentence for every unknown group and key, with the nearest known one. An empty list: there are none.
 
     Args:
-        strict: all of them; otherwise those alone that look like one that is missing, as in a file whose script may
-            have settings of its own.
-        elsewhere: the end of the sentence about a flag, `--group.key`, that is known in another place; else "".
+        groups, kinds, where: see `type_faults`.
+        strict: True: report every unknown name; False: only names that look like a misspelt name that is missing, for
+            the file of a script that may have settings of its own.
+        elsewhere: takes a flag, `--group.key`, and returns the end of the sentence about it if the setting is known in
+            another place, else "".
     """
     problems = []
     missing = [name for name in kinds if name not in groups]
@@ -83,9 +88,9 @@ def key_faults(
 
 
 def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
-    """Return a copy of the groups in which texts have the types of their settings: YAML takes `1e-3` for a text.
+    """Return a copy of the groups in which strings are converted to the types of their settings.
 
-    `type_faults` must have found none in them.
+    YAML reads `1e-3` as a string, for example. `type_faults` must have found no fault in the groups.
     """
     made = {name: dict(entries) if isinstance(entries, Mapping) else entries for name, entries in groups.items()}
     for name in (name for name in kinds if isinstance(groups.get(name), Mapping)):
@@ -99,13 +104,16 @@ def as_settings(groups: Mapping, kinds: Mapping[str, type]) -> dict:
 
 
 def nearest_or_all(word: str, choices: list[str]) -> str:
-    """Return the end of a sentence: the nearest name to `word`, or else the choices, if they are fewer than 20."""
+    """Return the end of a sentence that suggests the choice nearest to `word`.
+
+    If none is near, the end lists all choices if they are fewer than 20, and is "" otherwise.
+    """
     listed = f"there are {', '.join(choices)}" if len(choices) < 20 else ""
     return did_you_mean(word, choices, otherwise=listed)
 
 
 def nonfinite_settings(key: str, value: object) -> list[str]:
-    """Return a sentence for every infinity and NaN that a setting holds."""
+    """Return a sentence for every infinity and NaN in the value of the setting `key`, lists and dicts included."""
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{key} is {value}; expected a finite number."]
     if isinstance(value, dict):
@@ -116,7 +124,7 @@ def nonfinite_settings(key: str, value: object) -> list[str]:
 
 
 def not_text(key: str, value: object) -> list[str]:
-    """Return a sentence for every setting with bytes that are not UTF-8, which no file could hold."""
+    """Return a sentence for every text in the value of the setting `key` that is not valid UTF-8."""
     if isinstance(value, dict):
         return [problem for name, item in value.items() for problem in not_text(f"{key}.{name}", item)]
     if isinstance(value, list | tuple):
@@ -130,7 +138,10 @@ def not_text(key: str, value: object) -> list[str]:
 
 
 def plain(value: object) -> object:
-    """Plain numbers instead of jsonargparse's checked types, which no checkpoint (an optimizer's `lr`) may hold."""
+    """Return a number of one of jsonargparse's checked types as `int` or `float`, and any other value as it is.
+
+    Checkpoints, which hold settings such as an optimizer's `lr`, may not hold the checked types.
+    """
     if isinstance(value, float):
         return float(value)
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value

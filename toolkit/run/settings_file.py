@@ -1,5 +1,6 @@
-"""The settings of a run as files: `config.yaml` of its first start, `config_2.yaml` of its second and so on, with those
-of a pretrained source beside them; and what becomes of each setting that a resumed run has otherwise than before."""
+"""Reads and writes the settings files of a run: `config.yaml` of its first start, `config_2.yaml` of the second and so
+on, and `pretrained_config.json` with the settings of pretrained weights. It also decides whether a setting that was
+changed on resume is used, ignored or refused."""
 
 import hashlib
 import json
@@ -50,28 +51,34 @@ OptionsOf = Callable[[str], type | None]
 
 
 def save_config(settings: Mapping, path: Path, remarks: Iterable[str] = ()) -> None:
-    """Write groups of settings as YAML that `--config` reads again, below remarks of a line each. Raises OSError."""
+    """Write groups of settings to a YAML file, which `--config` can read, below `remarks` as one-line comments.
+
+    Raises OSError if the file cannot be written.
+    """
     plain = json.loads(json.dumps(settings))  # tuples become lists
     head = "".join(f"# {' '.join(remark.split())}\n" for remark in remarks)
     write_text_atomic(path, head + yaml.safe_dump(plain, sort_keys=False))
 
 
 def config_files(folder: Path) -> list[Path]:
-    """Return the settings files of every start of a run, in order."""
+    """Return the settings files in a run folder, one for each start of the run, oldest first."""
     paths = Path(folder).glob("config*.yaml")
     numbers = {int(match[1] or 1): path for path in paths if (match := _CONFIG_NAME.fullmatch(path.name))}
     return [numbers[number] for number in sorted(numbers)]
 
 
 def next_config(folder: Path) -> Path:
-    """Return the path for the settings of the next start of a run."""
+    """Return the path for the settings file of the next start of the run in a folder."""
     earlier = config_files(folder)
     last = earlier[-1].stem.partition("_")[2] or "1" if earlier else "0"
     return Path(folder) / (CONFIG_FILE if last == "0" else f"config_{int(last) + 1}.yaml")
 
 
 def newest_config(folder: Path) -> Path:
-    """Return the settings file of the newest start that trained, not one that only evaluated."""
+    """Return the settings file of the newest start of a run, leaving out later starts that only evaluated.
+
+    Without any settings file in the folder, the path of `config.yaml` is returned.
+    """
     files = config_files(folder)
     for path in reversed(files[1:]):
         run = read_settings(path).get("run")
@@ -81,10 +88,10 @@ def newest_config(folder: Path) -> Path:
 
 
 def read_settings(path: Path) -> dict:
-    """Read groups of settings as the file has them.
+    """Read groups of settings from a file, without checking keys and types.
 
     Raises:
-        BadInput: the file is missing or no mapping with a group `model`.
+        BadInput: the file is missing, or is not a mapping with a group `model`.
     """
     groups = read_groups(path)
     if not isinstance(groups.get("model"), dict):
@@ -93,7 +100,11 @@ def read_settings(path: Path) -> dict:
 
 
 def read_groups(path: Path) -> dict:
-    """`read_settings` of a file that may say nothing of a model, or nothing at all."""
+    """Read groups of settings from a file, which may lack the group `model`; an empty file gives an empty dict.
+
+    Raises:
+        BadInput: the file is missing, or is not a mapping.
+    """
     groups = read_yaml(path, str(path), "the settings of a run")
     if not isinstance(groups, dict | type(None)):
         raise BadInput(f"{path}: expected the settings of a run, a mapping of groups")
@@ -101,21 +112,25 @@ def read_groups(path: Path) -> dict:
 
 
 def detector_options(settings: Mapping) -> dict:
-    """Return the keywords of `build_detector`: the settings of a model that are given, without those of its start."""
+    """Return the settings of the group `model` that are not null, without `ABOUT_STARTING`: keyword arguments of
+    `build_detector`.
+    """
     return {key: value for key, value in settings.items() if value is not None and key not in ABOUT_STARTING}
 
 
 def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = ("model",)) -> dict:
-    """Return the settings of a run folder as nested dicts, beside those in its `pretrained_config.json`, if it has one.
+    """Return the settings of a run as nested dicts, checked, and completed from `pretrained_config.json` if it exists.
 
-    If that has a `source_config`, only those settings of the model count that the user gave when the run started.
+    A setting of the group `model` in the settings file overrides the one in `pretrained_config.json`. If the latter has
+    a `source_config`, only those settings that the user gave when the run started do so.
 
     Args:
-        path: a `config.yaml`, written by a run, and perhaps edited since.
-        needed: groups of `REQUIRED_KEYS` that must be there, with these keys.
+        path: a `config.yaml` that a run has written, which may have been edited since.
+        options_of: finds the dataclass of an architecture's settings, see `OptionsOf`.
+        needed: groups that the file must have, each with its keys in `REQUIRED_KEYS`.
 
     Raises:
-        BadInput: as `checked_settings`.
+        BadInput: see `checked_settings`; or `pretrained_config.json` is not valid.
     """
     groups = checked_settings(path, GROUPS, options_of, needed, strict=_is_of_script_unchanged(path.parent))
     source = path.with_name(PRETRAINED_CONFIG)
@@ -137,15 +152,18 @@ def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = 
 def checked_settings(
     path: Path, kinds: Mapping[str, type], options_of: OptionsOf, needed: Iterable[str] = (), strict: bool = True
 ) -> dict:
-    """Return groups of settings as the file of a run has them, if the command line would take them.
+    """Read the settings file of a run, check every key and type, and return its groups of settings.
 
     Args:
-        kinds: the dataclasses of the groups beside `model`. needed: see `load_config_dict`. strict: see `key_faults`.
+        path: the settings file.
+        kinds: the dataclasses of the groups except `model`.
+        options_of, needed: see `load_config_dict`.
+        strict: see `key_faults`.
 
     Raises:
         BadInput: the file is missing, unreadable or not a mapping; or the run was made by another version of this
-            toolkit; or its detector is a class that cannot be imported; else every group and key that there is not,
-            that is needed and missing, or that has a value of another type.
+            toolkit; or its detector is a class that cannot be imported; or groups or keys are unknown or missing, or
+            values have the wrong type, all of which the message lists.
     """
     from toolkit.run.checkpoint_content import stale_run  # torch, for which settings alone need not wait
 
@@ -209,7 +227,7 @@ def _is_of_script_unchanged(folder: Path) -> bool:
 
 
 def script_digest(path: Path) -> str:
-    """Return the hash that identifies the script of a run."""
+    """Return the SHA-256 of a script's content as hex digits, by which a run recognises its script."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -229,9 +247,13 @@ _REFUSED = {"optim.name", "model.architecture"}
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of the group and key `key` that a start has otherwise than the run so far.
+    """A setting that differs between this start and the run so far.
 
-    verdict: used, ignored or refused. why: a clause that goes on the sentence, or "".
+    Attributes:
+        key: its name, `group.key`.
+        before, after: its value in the run so far, and in this start.
+        verdict: whether the new value is "used", "ignored" or "refused".
+        why: a clause that gives the reason, or "".
     """
 
     key: str
@@ -249,12 +271,15 @@ class Change:
 
 
 def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count: bool = False) -> list[Change]:
-    """Return the settings that differ between two starts which both have them, in the order of `after`.
+    """Return the settings that differ between two starts of a run, in the order of `after`.
+
+    Settings that only one of the starts has are left out.
 
     Args:
-        before, after: groups of settings of the run so far and of this start.
-        keep_schedule: `--run.resume_schedule saved`.
-        minutes_count: the checkpoint's number of steps is still to be measured from `run.max_minutes`.
+        before, after: groups of settings of the run so far, and of this start.
+        keep_schedule: `run.resume_schedule` is "saved".
+        minutes_count: the number of steps that `run.max_minutes` allows was not final at the checkpoint, so a new value
+            of that setting is used.
     """
     changed = []
     before, after = (json.loads(json.dumps(settings)) for settings in (before, after))  # tuples are lists in a file
@@ -285,9 +310,9 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
 
 
 def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
-    """Return the settings in force: those of this start, with the earlier values of what is ignored.
+    """Return a copy of the settings of this start in which every setting whose change is ignored has its earlier value.
 
-    Raises BadInput: some changes are refused.
+    Raises BadInput if a change is refused.
     """
     refused = [change for change in changed if change.verdict == "refused"]
     if refused:

@@ -1,6 +1,6 @@
-"""The status of a run: how far it is, or how and why it ended (`status.json`).
+"""The status of a run, `status.json`: the step it has reached, or how and why it ended.
 
-Also the lock of its folder, which only one process may write to (`.lock`).
+Also the lock of the run folder, `.lock`, so that only one run at a time writes to the folder.
 """
 
 import json
@@ -42,26 +42,34 @@ ENDINGS = {
 
 
 def describe_ending(ended_by: Sequence[str]) -> str:
-    """Such as "training ended by run.max_minutes (the minutes are used up)"; empty when nothing has ended it."""
+    """Return text such as "training ended by run.max_minutes (the minutes are used up)".
+
+    ended_by: keys of the settings that ended the training; without any, "" is returned.
+    """
     named = [f"{key} ({ENDINGS[key]})" if key in ENDINGS else str(key) for key in ended_by]
     return f"training ended by {' and '.join(named)}" if named else ""
 
 
 def state_after(error: BaseException) -> str:
-    """Return the state of a run that this error ends."""
+    """Return the state, a key of `EXIT_CODES`, of a run that `error` has ended."""
     return next((state for state, kind in STATES.items() if isinstance(error, kind)), "failed")
 
 
 def read_status(folder: Path) -> dict:
-    """Return the content of `status.json`, see `true_status`; empty when there is none or it is not readable."""
+    """Return the content of `status.json` in a run folder, corrected by `true_status`.
+
+    Returns an empty dict if the file does not exist or cannot be read.
+    """
     return true_status(folder, read_json_object(Path(folder) / "status.json"))
 
 
 def true_status(folder: Path, status: dict) -> dict:
-    """Return the content of `status.json`, but `failed` where it says `running` and the process that wrote it is gone.
+    """Return `status`, the content of `status.json`, with the state `failed` if it says `running` and the process that
+    wrote it is gone.
 
-    A process that is killed (SIGKILL, SIGBUS, out of memory) writes no last word, and the kernel releases its lock.
-    Where that cannot be known, on another machine, on a disk without locks or without `.lock`, the file is believed.
+    A process that is killed (SIGKILL, SIGBUS, out of memory) cannot update the file, but the kernel releases its lock.
+    If the lock cannot be checked (the run is on another machine, the disk has no locks, or there is no `.lock`),
+    `status` is returned unchanged.
     """
     if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK_FILE):
         return status
@@ -81,15 +89,17 @@ def _is_holder_gone(path: Path) -> bool:
 
 
 def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
-    """Write `status.json`, which launchers cannot flatten as they do exit codes: state, exit_code, reason, time.
+    """Write `status.json` with state, exit_code, reason and time; launchers often do not pass on the exit code itself.
 
     Args:
+        folder: the run folder.
         state: a key of `EXIT_CODES`.
-        reason: one sentence in words, for a person.
-        extra: further JSON values, such as `step` and `checkpoint`; NaN and infinity are written as null.
+        reason: one sentence for a person.
+        extra: further JSON values, such as `step`; NaN and infinity are written as null.
 
     Raises:
-        ValueError: an unknown state. OSError: the folder cannot be written.
+        ValueError: the state is unknown.
+        OSError: the file cannot be written.
     """
     if state not in EXIT_CODES:
         raise ValueError(f"state {state!r} is none of {', '.join(EXIT_CODES)}")
@@ -104,7 +114,7 @@ def write_status(folder: Path, state: str, reason: str = "", **extra) -> None:
 
 
 def _write_over(path: Path, text: str) -> bool:
-    """Overwrite the existing file in place, which needs no room on a full disk; whether that worked."""
+    """Overwrite an existing file in place, which works on a full disk too, and return whether that succeeded."""
     try:
         with open(path, "r+b") as file:
             file.write(text.encode().ljust(path.stat().st_size))  # whole at once; blanks over what was longer
@@ -118,7 +128,10 @@ def now() -> str:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Return whether a run has begun in this folder; one that ended as bad input before it logged anything has not."""
+    """Return whether a run has begun in this folder.
+
+    A run that ended as bad input before it logged anything or wrote a checkpoint does not count.
+    """
     if not folder.is_dir():
         return folder.exists()
     entries = {path.name for path in folder.iterdir() if not path.name.startswith(".tmp-")} - {".lock"}
@@ -130,9 +143,11 @@ def holds_a_run(folder: Path) -> bool:
 
 
 class RunStatus:
-    """`status.json` of a run that is going on; see `run_status`.
+    """Writes `status.json` of the current run; made by `run_status`.
 
-    details: stands in the file at its end, as `step` and `ended_by`.
+    Attributes:
+        details: further entries of the file, such as `step` and `ended_by`.
+        begun: whether the file may be written: in a new run folder from the start, else once `begin` is called.
     """
 
     def __init__(self, folder: Path, is_main: bool):
@@ -143,9 +158,9 @@ class RunStatus:
         self.begun = not holds_a_run(folder)
 
     def begin(self, trains: bool = True) -> None:
-        """Mark the run as begun: all checks have passed.
+        """Mark the run as running in `status.json`; call it when all checks at the start have passed.
 
-        trains: False: an evaluation alone; what ended the training of before stays in the file.
+        trains: False for a run that only evaluates; the entry `ended_by` of the earlier training is then kept.
         """
         self.begun = True
         if not trains:
@@ -160,9 +175,11 @@ class RunStatus:
 
 @contextmanager
 def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
-    """Keep `status.json` true: running while the block runs, then done or why not; the main process writes.
+    """Keep `status.json` up to date: "running" during a `with` block, then "done", or the state and the message of the
+    exception that ended the block.
 
-    A start that is refused before `begin` leaves the `status.json` of an earlier run in the folder as it is.
+    Only the main process writes. If the folder holds an earlier run, its `status.json` is not changed before `begin` is
+    called.
     """
     status = RunStatus(folder, is_main)
     status.write("running")
@@ -178,18 +195,19 @@ def run_status(folder: Path, is_main: bool) -> Iterator[RunStatus]:
 
 
 class FolderLock:
-    """Holds `<run folder>/.lock`, in which its process stands by host, number and start, as long as the main process
-    runs; when that dies, the kernel releases it.
+    """Holds the lock file `<run folder>/.lock` while the main process runs, so that no other run uses the folder.
 
         with FolderLock() as lock:
             lock.take(folder)
 
-    `flock` is known on every machine that shares the disk (NFS, Lustre and others do it where they are mounted so).
-    Forked workers do not hold it.
+    The file names the host, the number and the start of the process that holds it. If the process dies, the kernel
+    releases the lock. Other machines that share the disk see the lock too, if the file system (NFS, Lustre, ...) is
+    mounted with `flock`. Forked workers do not hold it.
 
     Attributes:
-        note: one sentence where the file system has no locks, else "". The run goes on then.
-        keep: whether the run has begun; else the file is left as it was found.
+        note: a sentence if the file system has no locks and the folder is therefore not locked, else "".
+        keep: set it to True when the run has begun: the file is then deleted at the end. Otherwise a file that was
+            there before gets its old content back.
     """
 
     def __init__(self):
@@ -204,7 +222,8 @@ class FolderLock:
         """Take the lock of a run folder.
 
         Raises:
-            BadInput: another process holds it; names its host, number and start. OSError: no right to write, no space.
+            BadInput: another process holds the lock; the message names its host, its number and its start.
+            OSError: there is no permission to write, or no space.
         """
         path = Path(folder) / LOCK_FILE
         content = path.read_bytes() if path.exists() else None

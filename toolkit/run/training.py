@@ -1,6 +1,6 @@
-"""The objects of one training run; the loop itself is in each script, and what surrounds a step in `toolkit.run.loop`.
+"""The objects of one training run. The loop itself is in each script, and the work around a step in `toolkit.run.loop`.
 
-Nothing here reads settings; `toolkit.run.session` passes in what it built.
+This module reads no settings; `toolkit.run.session` builds the objects from them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,17 +32,19 @@ from toolkit.step.meters import Meters
 
 @dataclass
 class Training:
-    """The objects of one run.
+    """The objects of one run, which a script calls `t`.
 
     Attributes:
-        model, detector: what Accelerate prepared, and the same weights without wrappers.
+        model: the detector as Accelerate wraps it (DDP, autocast), for the forward pass.
+        detector: the detector without wrappers, with the same weights.
         plan: length, accumulation and learning rates.
-        signals: signals that end the run early.
-        max_norm: norm that gradients are clipped to; 0: they stay.
+        signals: received signals, which end the run early.
+        folder: the run folder.
+        max_norm: maximum norm of the gradients, to which they are clipped; 0: they are not clipped.
         step: optimizer steps made so far.
-        extra: state that the script adds, see `toolkit.run.parts`.
-        check: tells what the body of the loop has left out.
-        window: the window under way, what follows its update included; None: between two.
+        extra: the script's own modules, optimizers and values, see `toolkit.run.parts.Extra`.
+        check: checks that the body of the loop makes all necessary calls.
+        window: the current window, until the work after its update is done; None between two windows.
     """
 
     accelerator: Accelerator
@@ -81,7 +83,7 @@ class Training:
 
     @property
     def ended_by(self) -> list[str]:
-        """The settings that end training at this step, see `toolkit.run.status.ENDINGS`; empty while it goes on."""
+        """Keys of the settings that end training at this step, see `toolkit.run.status.ENDINGS`; empty: it goes on."""
         limits = {
             self.plan.limit: self.step >= self.plan.total_steps,
             "eval.early_stopping_patience": self.validation.best.patience_is_over,
@@ -96,7 +98,7 @@ class Training:
 
     @property
     def parts(self) -> Parts:
-        """Everything that has state of its own and lives along the run, by its name in a checkpoint."""
+        """All objects whose state is saved in checkpoints, by their names there, see `toolkit.run.parts`."""
         parts = Parts(model=self.detector, loss_weights=self.loss_weights)
         if self.ema.is_on:
             parts["ema"] = self.ema
@@ -115,17 +117,17 @@ class Training:
 
     @property
     def sampler(self) -> EpochSampler:
-        """The place in the data."""
+        """The sampler of the training data, which keeps the place in the data."""
         return self.plan.sampler
 
     @property
     def seed(self) -> int:
-        """The seed of everything that is drawn."""
+        """The seed of all random numbers of the run."""
         return self.sampler.seed
 
     @property
     def meters(self) -> Meters:
-        """The smoothed values of the console."""
+        """The meters, whose smoothed values the console shows."""
         return self.log.meters
 
     @property
@@ -136,47 +138,60 @@ class Training:
     # ---- what a script says before the loop --------------------------------------------------------------------------
 
     def announce(self, name: str, weight: float | Sequence[Sequence[float]], divided_by: str | None) -> None:
-        """Announce a loss of the script's own, which it puts into `losses` beside those of the criterion.
+        """Announce a loss of the script's own, which the script adds to `losses` of the criterion in its loop.
 
-        weight: a number, or [[step, value], ...]. divided_by: what the script's value is the mean over in its
-        micro-batch, "images" or "boxes": it then counts as it would in one batch of the whole window and all ranks;
-        None: the script has divided by one of `window.denominators` itself.
+        Args:
+            name: name of the loss.
+            weight: a number, or a piecewise linear schedule [[step, value], ...].
+            divided_by: "images" or "boxes" if the script computes the loss as a mean over the images or boxes of a
+                micro-batch; the loss is then rescaled to a mean over the whole window and all ranks. None: the script
+                divides a sum by one of `window.denominators` itself, and nothing is rescaled.
 
-        Raises BadInput: the name is taken, or the weight is not one.
+        Raises:
+            BadInput: the name is taken already, or the weight or `divided_by` is not valid.
         """
         if divided_by not in ("images", "boxes", None):
             raise BadInput(f't.announce("{name}"): divided_by is {divided_by!r}; expected "images", "boxes" or None')
         self.loss_weights.add(name, weight, divided_by)
 
     def without(self, *names: str) -> None:
-        """Leave these calls out of the loop on purpose, by the names of `toolkit.step.loop_check.LOOP_LINES`."""
+        """Declare that the script leaves out these calls of the loop on purpose, so that `check` does not report them.
+
+        names: keys of `toolkit.step.loop_check.LOOP_LINES`, or "train".
+
+        Raises BadInput if a name is unknown or its call may not be left out.
+        """
         self.check.leave_out(names)
 
     # ---- around the body of the loop ---------------------------------------------------------------------------------
 
     def windows(self) -> Iterator[TrainingWindow]:
-        """Yield the windows of what is left of the epoch, or of the run; the last one of the run ends them.
+        """Yield the remaining windows of the epoch, up to the end of the run. A window has the micro-batches of a step.
 
-        Before the body of the loop: gradients are zeroed, the place in the data moves behind the window, buffers are
-        copied for the guard, and whatever is drawn becomes a function of (seed, step, rank). After it: the loop is
-        checked; the rows are written, the next learning rates set, and what is due is saved and evaluated.
+        Before each pass through the loop body, gradients are zeroed, the place in the data moves behind the window,
+        buffers are copied for the NaN guard, and random numbers are seeded by (seed, step, rank). After each pass, the
+        calls in the body are checked, rows are written, the next learning rates are set, and the state is saved and
+        evaluated if that is due.
 
         Raises:
-            BadInput: the body left out what belongs to an update, or did it twice; rows cannot be written any more,
-                and the state is saved.
-            Preempted: a signal came on some rank; the state is saved.
-            StoppedByGuard: the last update left what is not finite; the newest finite state is saved.
+            BadInput: the body left out a necessary call, or made it twice; or rows cannot be written any more, in which
+                case the state is saved.
+            Preempted: some rank received a signal; the state is saved.
+            StoppedByGuard: the state after the last update is not finite; the newest finite state is saved.
         """
         return loop.windows_of_epoch(self)
 
     def end_window(self) -> None:
-        """Follow up on the body of the loop, as `windows` does when it is asked for the next one."""
+        """Do what `windows` does after a pass through the loop body; for a script that leaves the loop early."""
         loop.end_window(self)
 
     def end_epoch(self) -> dict[str, float]:
-        """Return the averages of the epoch, by the names of a row without `train/`; go on to the next if it is over."""
+        """Return the averages of the epoch's losses and metrics, and begin the next epoch if this one is over.
+
+        The names are those of a row without `train/`.
+        """
         return loop.end_epoch(self)
 
     def set_rates(self) -> None:
-        """Set learning rates and momentum of batch norms for the next update: functions of the step."""
+        """Set learning rates and batch norm momentum for the next update, as functions of the step."""
         self.plan.set_rates(self.step, self.detector)

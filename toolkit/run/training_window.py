@@ -1,4 +1,4 @@
-"""The window of a run: micro-batches that several processes go through together, and what the step must know of them.
+"""The window of a run: the micro-batches of one optimizer step, which several processes go through together.
 
 `t` is a `toolkit.run.training.Training` throughout.
 """
@@ -24,16 +24,18 @@ STEP_STATE_NAMES = ("buffers_finite", "boxes_finite", "state_finite", "signal", 
 class TrainingWindow(Window):
     """The micro-batches of one optimizer step of a run.
 
-    `batches` may be changed before the loop over the window: the denominators are those of the batches that are there
-    when it begins. Gradients are averaged over the processes once, in the backward of the last micro-batch.
+    A script may change `batches` before it iterates over the window; the denominators are counted when the iteration
+    begins. Gradients are averaged over the processes once, in the backward pass of the last micro-batch.
 
     Attributes:
-        scale: loss scale, once the guard has read it.
-        totals: what `reduce_dict` returned: also sums and counts of metrics, norms of parameter groups, and
-        `STEP_STATE_NAMES`.
-        reduced: what `reduce` returned; a script may add values of its own, which go into the rows.
-        best_step_before: the best step before the window.
-        is_in_body: whether the body of the loop is at work.
+        scale: the loss scale (1 without fp16), set by the NaN guard.
+        totals: all values that `reduce` has reduced over the processes: losses, sums and counts of metrics, gradient
+            norms, and `STEP_STATE_NAMES`.
+        reduced: result of `reduce`; a script may add values of its own, which go into the rows.
+        best_step_before: the step of the best evaluation before the window.
+        is_in_body: whether the body of the loop is being executed for this window.
+        batches_taken: number of micro-batches that were taken from the data for this window.
+        is_unscaled: whether the loss scale has been removed from the gradients.
     """
 
     def __init__(self, t: Any, batches: Sequence[Batch], prefetcher: Prefetcher | None = None):
@@ -57,7 +59,10 @@ class TrainingWindow(Window):
         self.is_unscaled = False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield each micro-batch on the device, seeded; raises BadInput if the detector is in evaluation mode."""
+        """Yield each micro-batch on the device, with random numbers seeded for it.
+
+        Raises BadInput if the detector is in evaluation mode.
+        """
         t = self._t
         t.check.begin_pass(t.detector.training, len(self))
         counts = [self._counts_of(batch) for batch in self.batches]
@@ -83,7 +88,10 @@ class TrainingWindow(Window):
         return {**self._t.detector.denominators(batch.targets), **own}
 
     def denominators_for(self, counts: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float | Tensor]]:
-        """Return the denominators of each micro-batch, from the counts of this process; a collective."""
+        """Return the denominators of the losses for each micro-batch, by name; a collective.
+
+        counts: for each micro-batch, the numbers of images, boxes, ... by name, in this process.
+        """
         averaged = self._t.detector.averaged_denominators
         return window_denominators(counts, self.device, self._t.loss_weights.denominators, averaged)
 
@@ -94,33 +102,35 @@ class TrainingWindow(Window):
         return stack
 
     def autocast(self) -> AbstractContextManager:
-        """Return the autocast for the forward pass."""
+        """Return the context manager of mixed precision (autocast) for the forward pass."""
         return self._t.accelerator.autocast()
 
     def backward(self, weighted: WeightedLosses, metrics: Metrics) -> None:
-        """Call `backward` on the weighted total of a micro-batch, and add its losses and metrics to the sums.
+        """Call `backward` on the weighted total of a micro-batch, and add its losses and metrics to the window's sums.
 
-        Raises BadInput: boxes of the micro-batch, or the gradients of those before it, are gone.
+        Raises BadInput if the loop body has removed boxes of the micro-batch, or the gradients of earlier ones.
         """
         self._t.check.before_backward()
         super().backward(weighted, metrics)
         self._t.check.done["backward"] += 1
 
     def backward_of(self, total: Tensor) -> None:
-        """Call `backward` on a total, times the loss scale."""
+        """Call `backward` on a total loss, multiplied by the loss scale in fp16."""
         self._t.accelerator.backward(total)
 
     def reduce(self) -> dict[str, float]:
-        """Reduce everything that the step must know over all processes: one collective, one read from the device.
+        """Reduce losses, metrics and the state of the step over all processes: one collective, one read of the device.
 
-        The gradients are those of the whole window then, averaged over the processes and without the loss scale.
+        It also removes the loss scale from the gradients. They are then those of the whole window, averaged over the
+        processes.
 
         Returns:
-            Means over the processes, equal on all of them: "loss", each loss by name, weighted, and with `_unscaled`;
-            metrics by name, where anything was counted; "grad_norm".
+            the same values on every process: "loss" (the total), each weighted loss by its name, each unweighted one
+            with `_unscaled` behind its name, each metric with a count above 0 by its name, and "grad_norm", the norm
+            before clipping.
 
         Raises:
-            UnannouncedName: on every process, if the loop of one has a loss without a weight.
+            UnannouncedName: the loop of some process has a loss without a weight; raised on every process.
         """
         t = self._t
         t.check.done["reduce"] += 1
@@ -156,7 +166,10 @@ class TrainingWindow(Window):
         return self.reduced
 
     def clip(self, max_norm: float) -> None:
-        """Clip the gradients of all trained parameters to a total norm; 0: they stay. Call it after `reduce`."""
+        """Clip the gradients of all trained parameters together to the norm `max_norm`, in place; 0: do not clip.
+
+        Raises BadInput if `reduce` was not called before.
+        """
         if self._grad_norm is None:
             self._t.check.before_update()  # raises, and names the line
         if max_norm:

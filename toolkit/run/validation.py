@@ -1,5 +1,5 @@
-"""One evaluation during training: raw and averaged weights, metrics, pictures, and whether it is the best so far; and
-the evaluation of the best weights on a test split after training.
+"""Evaluates a run: during training the raw and the averaged weights on the validation data, with metrics, pictures and
+the choice of the best; after training the best weights on a test split.
 
 `t` is a `toolkit.run.training.Training` throughout.
 """
@@ -37,10 +37,14 @@ PICTURES_KEPT = 5  # evaluations whose pictures stay in report/pictures, beside 
 class Validation:
     """The validation data and evaluator of a run.
 
-    evaluator: what measures predictions on `table`, such as `CocoEvaluator`; None: no table to measure on.
-    score_threshold: scores below it are left out. max_detections: of an image, over all classes. pictures: images drawn
-    at each evaluation. every: optimizer steps between two evaluations; 0: only at the end.
-    best: the best evaluation so far. last_row: the metrics of the last one.
+    Attributes:
+        evaluator: computes the metrics of predictions on `table`, such as `CocoEvaluator`.
+        score_threshold: detections with a lower score are left out.
+        max_detections: maximum number of detections of an image, over all classes.
+        pictures: number of images that are drawn at each evaluation.
+        every: optimizer steps between two evaluations; 0: only at the end.
+        best: the best evaluation so far.
+        last_row: the metrics of the last evaluation.
     """
 
     table: DetectionTable
@@ -55,14 +59,15 @@ class Validation:
 
 
 def save_and_evaluate(t, is_best: bool = False) -> None:
-    """Save the state, evaluate it, and write the outcome into the checkpoint; every rank takes part.
+    """Save the state, evaluate it, and add the outcome to the checkpoint; every rank must call it.
 
-    Progress never depends on the evaluation: whatever happens in it, the state is saved before. A resumed run that
-    finds a checkpoint without its evaluation evaluates first.
+    The state is saved first, so that no progress is lost if the evaluation fails. A run that resumes from a checkpoint
+    without the outcome of its evaluation makes that evaluation first.
 
-    is_best: an evaluation of the script's own has found this state the best so far.
+    is_best: the script has evaluated this state itself and found it the best so far.
 
-    Raises as `evaluate`.
+    Raises:
+        Preempted: see `evaluate`.
     """
     if t.checkpoints.saved_step != t.step:
         save(t, best=is_best)
@@ -73,16 +78,16 @@ def save_and_evaluate(t, is_best: bool = False) -> None:
 
 
 def evaluate(t) -> bool:
-    """Evaluate the detector (and its moving average) on the validation data; every rank takes part.
+    """Evaluate the detector, and its moving average if there is one, on the validation data; every rank must call it.
 
-    Writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`, the same below `val/ema/`) with figures of all
-    machines, prints the table and draws pictures.
+    It writes a row of metrics (`val/bbox_AP`, `val/loss`, `val/AP/<class>`; the same names under `val/ema/` for the
+    moving average) and of memory and load of all machines, prints a table of the metrics, and draws pictures.
 
     Returns:
-        True if the metric for best is the best so far.
+        True if `eval.metric_for_best` is the best so far.
 
     Raises:
-        Preempted: a signal came; nothing was noted, and the resumed run evaluates again.
+        Preempted: a signal was received; nothing is recorded, and the resumed run evaluates again.
     """
     modules = {"val/": t.detector}
     if t.ema.is_on:
@@ -128,7 +133,10 @@ def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, d
 
 
 def note_metric(t, row: dict[str, float | None]) -> bool:
-    """Pass the metric for best of an evaluation row to `best` and the schedule; True if it is the best so far."""
+    """Record an evaluation row: pass its `eval.metric_for_best` to `t.validation.best` and to the schedule.
+
+    Returns True if the value is the best so far.
+    """
     t.validation.last_row = dict(row)
     best = t.validation.best
     better = best.note(t.step, row)
@@ -139,7 +147,7 @@ def note_metric(t, row: dict[str, float | None]) -> bool:
 
 
 def check_metric(t) -> None:
-    """Raise BadInput before step 0 when no evaluation can have the metric for best; a collective."""
+    """Raise BadInput if no evaluation of this run will have the metric `eval.metric_for_best`; a collective."""
     evaluator = t.validation.evaluator
     empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
     nothing = dict.fromkeys(evaluator.image_ids, empty)
@@ -153,7 +161,7 @@ def check_metric(t) -> None:
 
 
 def warn_of_crowds(t) -> None:
-    """Say how many images have more objects than the detector can find, or than are kept of what it finds."""
+    """Print how many images have more objects than the detector can find, or than `eval.max_detections` keeps."""
     limits = dict(t.detector.object_limits)
     kept = {"eval.max_detections": t.validation.max_detections}
     is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
@@ -163,14 +171,13 @@ def warn_of_crowds(t) -> None:
 
 
 def finish(t) -> None:
-    """Make the last evaluation and checkpoint, if they are not there yet, and load the best weights into the detector.
+    """Make the last evaluation and checkpoint, if they are still missing, and load the best weights into the detector.
 
-    Says what ended the training, and leaves it for `status.json`.
-
-    Best goes by the metric for best: the averaged weights where that is one of "ema/...".
+    The best weights are those of the best checkpoint, the averaged ones if `eval.metric_for_best` begins with "ema/".
+    The reason for the end of the training is printed and stored for `status.json`.
 
     Raises:
-        StoppedByGuard: the state, or the best weights, are not finite; the newest finite state is saved.
+        StoppedByGuard: the state or the best weights are not finite; the newest finite state is saved.
     """
     if t.check.weights_were_changed(t.detector):
         t.log.say(
@@ -209,8 +216,10 @@ def finish(t) -> None:
 
 
 def _best(t) -> tuple[int, dict | None, str]:
-    """Step and weights of the best checkpoint, and why there is none where it is damaged: `best` then leads to the last
-    one."""
+    """Return step and weights of the best checkpoint, and ""; or -1, None, and why the best checkpoint cannot be used.
+
+    If it is damaged, the link `best` is pointed at the last checkpoint.
+    """
     best = t.validation.best
     path = linked(t.checkpoints.folder, "best") if best.value is not None else None
     if path is None:
@@ -224,7 +233,7 @@ def _best(t) -> tuple[int, dict | None, str]:
 
 
 def _keep_predictions(t, better: bool, predictions: dict, scores: dict, weights: str) -> None:
-    """`report/predictions.json` of the weights that `best` and `final/` have: what the report is made of."""
+    """Write `report/predictions.json`, which the report is made from, if the evaluated weights are the best so far."""
     path = t.folder / "report" / PREDICTIONS
     if (better or not path.exists()) and _are_boxes(predictions):
         about = _about(t.validation.evaluator, f"{t.folder.name}, step {t.step} ({weights.strip('/')} weights)", t.step)
@@ -268,15 +277,17 @@ def _forget_pictures(newest: Path, best: str) -> None:
 
 
 def evaluate_test_split(t, table: DetectionTable, loader: DataLoader, e: Any) -> dict[str, float | None]:
-    """Evaluate the detector, which holds the best weights after `finish`; every rank takes part.
+    """Evaluate the detector on the test split and return the row of metrics, `test/...`; every rank must call it.
 
-    Writes a row `test/...`, prints the table, and keeps the predictions in `report/test_predictions.json`.
+    Call it after `finish`, which loads the best weights. The row is written, a table is printed, and the predictions
+    are written to `report/test_predictions.json`.
 
     Args:
         table, loader: the test split.
-        e: settings with the names of `toolkit.run.settings.SceneGraphEvalConfig`, or of `EvalConfig`.
+        e: settings of the evaluation, a `toolkit.run.settings.EvalConfig` or `SceneGraphEvalConfig`.
 
-    Returns the row. Raises Preempted: a signal came; the resumed run evaluates again.
+    Raises:
+        Preempted: a signal was received; the resumed run evaluates again.
     """
     of_graphs = {key: getattr(e, key) for key in GRAPH_EVAL_SETTINGS if hasattr(e, key)}
     evaluator = make_evaluator(t.detector, table, e.backend, **of_graphs)

@@ -1,11 +1,12 @@
-"""Ends all processes of a run soon after one of them has failed, with the first cause on the main process.
+"""Ends all processes of a run soon after one of them has failed, and reports the first cause on the main process.
 
-A process that waits in a collective does not notice that another one is gone: NCCL waits for its timeout, and so does
-gloo where nothing is being sent. So every process keeps a connection to the main one. When a process dies, the kernel
-closes its connection at once, whatever it was doing; no timeout is involved that a long evaluation could exceed. A
-failing process reports the cause first, and the main process passes it on. A process that hangs is detected only by the
-timeout of the others' collective (`run.hang_minutes`), after which all end. With gloo that is an error, which is passed
-on; NCCL's watchdog aborts the process, which looks to the others like one that was killed.
+A process that waits in a collective does not notice that another process is gone: NCCL waits for its timeout, and so
+does gloo while nothing is being sent. Therefore every process keeps a connection to the main process. If a process
+dies, the kernel closes the connection at once, whatever the process was doing, so that no timeout is needed which a
+long evaluation could exceed. A process that fails reports the cause before it ends, and the main process passes the
+cause on. A process that hangs is detected only when the collectives of the other processes time out
+(`run.hang_minutes`); then all processes end. With gloo the timeout is an error, which is passed on; with NCCL its own
+watchdog aborts the waiting process, which looks to the others as if it had been killed.
 """
 
 import faulthandler
@@ -37,20 +38,22 @@ _BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|br
 
 
 class Hanging(FailedElsewhere):
-    """Another process does not come to a collective."""
+    """Another process has not joined a collective within the timeout."""
 
 
 @contextmanager
 def watchdog(record: Callable[[str, str], None], grace_s: float = GRACE_S) -> Iterator[None]:
-    """While the block runs: if one process fails, all end within about `grace_s`, and raise or print the first cause.
+    """End all processes if one of them fails during a `with` block; they end within about `grace_s` seconds, and raise
+    or print the first cause.
 
     Args:
-        record: writes a state and its reason into `status.json`; called when the process must be ended from outside of
-            its main thread.
+        record: writes a state and its reason to `status.json`; called if this process hangs in its main thread and is
+            ended from another thread.
+        grace_s: seconds that a process has to end by itself.
 
     Raises:
-        BadInput, StoppedByGuard, Preempted, FailedElsewhere: what ended another process, instead of the error of a
-            collective that broke for it.
+        BadInput, StoppedByGuard, Preempted, FailedElsewhere: another process has failed; this is its failure, raised
+            instead of the error of the collective that failed because of it.
     """
     rank, world_size = world()
     if world_size == 1:
@@ -204,7 +207,7 @@ class _Watch:
 
 
 def _server(port: str, backlog: int) -> socket.socket:
-    """Raise BadInput when the port cannot be used."""
+    """Return a listening socket on a port. Raises BadInput if the port cannot be used."""
     why = "expected a number from 1 to 65535"
     if port.isdecimal() and int(port) < 1 << 16:
         try:

@@ -1,8 +1,8 @@
-"""Writes the metrics of a run: to metrics.jsonl first and always, then to every requested tracker.
+"""Writes the metrics of a run: always to metrics.jsonl, and then to every requested experiment tracker, such as W&B.
 
-A tracker that fails, or has no network, costs one warning, and training goes on without it. The rows that it missed are
-sent from metrics.jsonl when the run is resumed. A new tracker is a subclass of `Tracker` and a line in
-`toolkit.index.TRACKERS`; it gets plain values, and its exceptions are caught here.
+If a tracker fails, or has no network, one warning is given, and training goes on without it. The rows that the tracker
+missed are sent from metrics.jsonl when the run is resumed. A new tracker is a subclass of `Tracker` and a line in
+`toolkit.index.TRACKERS`; its exceptions are caught here.
 """
 
 import json
@@ -26,10 +26,12 @@ from toolkit.run.metrics_log import MetricsLog, read_metrics
 
 @dataclass(frozen=True)
 class RunDescription:
-    """The facts about a run before its first step.
+    """The facts about a run that experiment trackers are given before its first step.
 
-    config: the settings, nested. metric: the one for best, below `val/`, such as "bbox_AP".
-    project, name, group, job_type, tags, notes: as `run.project` and the settings beside it.
+    Attributes:
+        config: the settings as nested dicts.
+        metric: `eval.metric_for_best`, such as "bbox_AP".
+        project, name, group, job_type, tags, notes: the settings of these names in the group `run`.
     """
 
     project: str = "detection-toolkit"
@@ -44,7 +46,13 @@ class RunDescription:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A data set as far as a tracker notes it. fingerprint: hash of its rows and classes. uri: where its images are."""
+    """The facts about a data set that experiment trackers are given.
+
+    Attributes:
+        fingerprint: hash of the rows and classes.
+        uri: location of the images; if there is none, the name of the data.
+        images, boxes, classes: their numbers.
+    """
 
     fingerprint: str
     uri: str
@@ -54,7 +62,7 @@ class DataFacts:
 
 
 def data_facts(tables: Mapping[str, DetectionTable]) -> dict[str, DataFacts]:
-    """By split, as the tables are."""
+    """Return the facts about each data table, by the keys of `tables`, which are names of splits."""
     found = {}
     for split, table in tables.items():
         uri = str(table.image_root or table.name)
@@ -64,12 +72,15 @@ def data_facts(tables: Mapping[str, DetectionTable]) -> dict[str, DataFacts]:
 
 
 class Tracker:
-    """One program that shows a run; the main process alone has one. What a method raises costs the tracker only.
+    """Base class of experiment trackers, programs that show the metrics of a run; only the main process has trackers.
+
+    An exception in a method switches the tracker off and does not end the run.
 
     Attributes:
-        run_id: that the program knows the run by; None where it knows none.
-        floor: it has the steps up to this one and no others, whatever was noted; None: what was noted is true.
-        notes: JSON values that it wants back when the run is resumed.
+        run_id: identifier of the run in the program; None: it gives none.
+        floor: the last step that the program has received, if `start` could find it out; it overrides the steps in
+            `tracker.json`. None: the steps in `tracker.json` are correct.
+        notes: JSON values of the tracker's own, which are stored and given back when the run is resumed.
     """
 
     def __init__(self, name: str):
@@ -79,28 +90,45 @@ class Tracker:
         self.notes: dict = {}
 
     def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
-        """Begin, or goes on with `run_id` and `notes`. is_new: it has nothing of this run. was_closed: it got all."""
+        """Start to track a run, or continue to, with `run_id` and `notes` of before.
+
+        Args:
+            folder: the run folder.
+            about: facts about the run.
+            is_new: the program has received nothing of this run yet.
+            was_closed: the tracker was closed at the end of the previous start, so the program has received everything.
+        """
         raise NotImplementedError  # each tracker has its own
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Send the numbers of a row."""
+        """Send the numbers of a row, by name, to the program."""
         raise NotImplementedError  # each tracker has its own
 
     def show(self, shown, step: int) -> None:
-        """Show an evaluation, a `toolkit.tools.report.evaluation_display.EvaluationDisplay`."""
+        """Send the pictures and tables of an evaluation to the program; by default nothing is sent.
+
+        shown: a `toolkit.tools.report.evaluation_display.EvaluationDisplay`.
+        """
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
-        """Note the data by split, before the first step."""
+        """Send the facts about the data, by split, before the first step; by default nothing is sent."""
 
     def keep_final(self, final: Path, facts: Mapping) -> None:
-        """Keep the finished detector. facts: its step, metric and value."""
+        """Send the finished detector in the folder `final`; by default nothing is sent.
+
+        facts: name of the run, best step, and value of the best metric by its name.
+        """
 
     def close(self, state: str) -> None:
-        """Everything was sent. state: "done", "preempted" or "failed"."""
+        """End the tracking; called when everything was sent. state: "done", "preempted" or "failed"."""
 
 
 def flat(config: Mapping, prefix: str = "") -> dict:
-    """Nested settings as {"optim.lr": 1e-4}; what is not a number or text becomes text, which every tracker takes."""
+    """Return nested settings as a flat dict, such as {"optim.lr": 1e-4}.
+
+    Values that are neither numbers nor text are converted to text, which every tracker accepts. prefix: put before each
+    key.
+    """
     found = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -111,10 +139,10 @@ def flat(config: Mapping, prefix: str = "") -> dict:
 
 
 def tracker_names(asked: str | Sequence[str]) -> list[str]:
-    """Return the names in `--run.tracker` once each, without "none".
+    """Return the names of the trackers in `run.tracker`, without duplicates and without "none".
 
     Raises:
-        BadInput: one that is not known, or not installed; lists those that are.
+        BadInput: a tracker is unknown or not installed; the message lists the installed ones.
     """
     names = [name for name in dict.fromkeys([asked] if isinstance(asked, str) else asked) if name != "none"]
     available = sorted({str(name) for name in get_available_trackers()})
@@ -135,28 +163,29 @@ def agent_run_id() -> str | None:
 
 
 def make_tracker(name: str) -> Tracker:
-    """Make the tracker of that name, yet to be started."""
+    """Return the tracker of this name, which is not started yet."""
     tracker = index.load(index.TRACKERS.get(name, index.OTHER_TRACKERS))
     return tracker(name)
 
 
 class RunWriter:
-    """Writes the rows and evaluations of one run; on other processes than the main one every method does nothing.
+    """Writes the rows of a run to metrics.jsonl and sends rows and evaluations to the trackers; only the main process
+    writes and sends.
 
     Args:
         folder: the run folder.
-        trackers: names, as `tracker_names` gives them.
-        about: what they are told of the run.
-        data: what they are told of its data, by split.
+        trackers: names of the trackers, see `tracker_names`.
+        about: facts about the run for the trackers.
+        data: facts about the data for the trackers, by split.
         is_main: this is the main process.
-        resume_state: `state_dict()` out of the checkpoint that is resumed; None for a fresh start.
-        eval_only: nothing is trained from there on, so the rows of later steps stay.
-        track_unscaled: whether trackers are sent the losses before their weights too, `..._unscaled`.
+        resume_state: `state_dict()` in the checkpoint that the run resumes from; None for a fresh start.
+        eval_only: nothing is trained, so the rows of steps after the checkpoint are kept too.
+        track_unscaled: whether to send the unweighted losses, `..._unscaled`, to the trackers too.
 
-    Run ids and the steps that were sent stand in `tracker.json`. A step is noted there before it is sent, so that a
-    kill between the two cannot have it sent again; after a kill, W&B's server tells what it has, and offline files,
-    which lack what was in memory, get all rows again, each under its step.
-    Rows of an evaluation are sent with `best/...`: the numbers of the best one so far.
+    `tracker.json` holds the run ids and the last steps that were sent. A step is written there before it is sent, so
+    that it is not sent twice if the process is killed between the two. After a kill, the server of W&B says which steps
+    it has; offline files, which lack the steps that were in memory, get all rows again, each under its step.
+    The row of an evaluation is sent together with `best/...`, the numbers of the best evaluation so far.
     """
 
     def __init__(
@@ -190,16 +219,24 @@ class RunWriter:
 
     @property
     def shows(self) -> bool:
-        """Whether some tracker is there to show an evaluation."""
+        """Whether any tracker works, to which evaluations can be sent."""
         return any(feed.works for feed in self._feeds)
 
     def state_dict(self) -> dict:
-        """JSON values for the checkpoint: rows written so far, run ids by tracker; the same keys on every process."""
+        """Return JSON values for the checkpoint: the number of rows, and the run ids by tracker.
+
+        The keys are the same on every process.
+        """
         rows = self._metrics.rows if self._is_main else 0
         return {"rows": rows, "run_ids": {feed.tracker.name: feed.tracker.run_id for feed in self._feeds}}
 
     def log(self, row: Mapping[str, float | int | str | None]) -> None:
-        """Write one row: metrics.jsonl first, then the trackers. `row` has `step`, `epoch`, `time_s` and values."""
+        """Write a row to metrics.jsonl, then send it to the trackers.
+
+        row: `step`, `epoch`, `time_s` and further values by name.
+
+        Raises BadInput if the file cannot be written, or was removed.
+        """
         if self._is_main:
             if not self._metrics.path.exists():  # writing to a file that was removed is no error for the system
                 raise BadInput(
@@ -210,23 +247,27 @@ class RunWriter:
             self._send(row)
 
     def show(self, evaluation, step: int) -> None:
-        """Show an evaluation, an `EvaluationDisplay`, in the trackers that do not have this step's."""
+        """Send an evaluation, an `EvaluationDisplay`, to the trackers that have not received that of this step."""
         for feed in self._feeds:
             if feed.note("images", step):
                 feed.call(lambda tracker: tracker.show(evaluation, step))
 
     def keep_final(self, final: Path, summary: Mapping) -> None:
-        """Hand the trackers the folder of the finished detector. summary: its step, metric and value."""
+        """Send the finished detector in the folder `final` to the trackers.
+
+        summary: name of the run, best step, and value of the best metric by its name.
+        """
         for feed in self._feeds:
             feed.call(lambda tracker: tracker.keep_final(final, summary))
 
     def close(self, state: str = "done") -> None:
-        """Close the file and let the trackers finish; the process group stays.
+        """Close metrics.jsonl and the trackers.
 
-        state: "done", "preempted" or "failed".
+        state: how the run ended: "done", "preempted" or "failed".
 
         Raises:
-            OSError: the last row cannot be written. BadInput: the run is done, and its folder was removed.
+            OSError: the last row cannot be written.
+            BadInput: the state is "done", and metrics.jsonl was removed.
         """
         removed = self._is_main and not self._metrics.path.exists()
         if self._is_main:
@@ -284,7 +325,8 @@ class _Feed:
         self.call(lambda tracker: self._save())
 
     def note(self, kind: str, step: int) -> bool:
-        """Note that the tracker gets this step's row of this kind; False if it has it already, or does not work."""
+        """Record that the tracker gets the row of this kind and step, and return True; return False if the tracker has
+        the row already, or does not work."""
         if not self.works or step <= self._sent.get(kind, -1):
             return False
         self._sent[kind] = step

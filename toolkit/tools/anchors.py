@@ -1,4 +1,4 @@
-"""YOLOv3 anchors for a data set.
+"""Computes YOLOv3 anchors for a data set.
 
     python -m toolkit.tools.anchors --annotations bccd/annotations/train.json --image-size 256
 """
@@ -18,7 +18,7 @@ from toolkit.tools.arguments import add_data_flag
 
 @exit_on_bad_input
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print anchors for a data set, as YAML for `--model.anchors`, and how well they and the default ones fit."""
+    """Print anchors for a data set, as YAML for `--model.anchors`, and how well these and the default anchors fit."""
     command = argparse.ArgumentParser(
         prog="python -m toolkit.tools.anchors",
         description=main.__doc__,
@@ -77,8 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def anchors_report(table: DetectionTable, input_hw: tuple[int, int], per_level: int, seed: int) -> str:
-    """Return YAML of 3 x `per_level` anchors for a table, with a comment on the fit. Raises BadInput if there are
-    too few boxes."""
+    """Return YAML text with 3 x `per_level` anchors for a table, and a comment on the fit.
+
+    Args:
+        input_hw: height and width in pixels of the images that the detector gets.
+        per_level: number of anchors of each of the three levels.
+        seed: seed of k-means.
+
+    Raises BadInput if the table has fewer boxes than anchors.
+    """
     sizes = box_sizes(table, input_hw)
     if len(sizes) < 3 * per_level:
         raise BadInput(f"{table.name}: {len(sizes)} boxes with area are too few for {3 * per_level} anchors.")

@@ -1,4 +1,5 @@
-"""The command lines of the programs beside training: files and flags in any order, flags named as in training."""
+"""Parses the command lines of the programs beside training: files and flags in any order, flags named as in training.
+"""
 
 import argparse
 import sys
@@ -15,9 +16,9 @@ from toolkit.base.text import shown
 
 
 class ShortUsage(argparse.RawDescriptionHelpFormatter):
-    """A help formatter whose first line has the required arguments, and "[options]" for the others, listed below.
+    """A help formatter whose usage line has only the required arguments, and "[options]" for all others.
 
-    Paragraphs of the description are wrapped to the terminal; indented blocks, which are examples, stay as they are.
+    Paragraphs of the description are wrapped to the terminal; indented blocks, which are examples, are not changed.
     """
 
     def _fill_text(self, text, width, indent) -> str:
@@ -40,8 +41,9 @@ class Program(argparse.ArgumentParser):
 
     Example: `predict.py RUN --trust IMAGES`.
 
-    A flag with `nargs="+"` takes every word up to the next flag. If it cannot use one of them, or no word is left for a
-    required argument, the error message says so. `parse_args` and `parse_known` replace those of argparse.
+    A flag with `nargs="+"` takes every word up to the next flag. If one of the words is not valid for the flag, or no
+    word is left for a required argument, the error message explains this. Use `parse_args` and `parse_known`, not the
+    other parsing methods of argparse.
     """
 
     def __init__(self, description: str | None, **options):
@@ -49,7 +51,7 @@ class Program(argparse.ArgumentParser):
         self._taken: dict[str, list[str]] = {}  # by flag with `nargs="+"`: the words it took
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse all words; end the program with exit code 2 and one sentence if they cannot be used."""
+        """Parse the arguments; print a message and end the program with exit code 2 if they are not valid."""
         parsed, unknown = self.parse_known(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -60,7 +62,7 @@ class Program(argparse.ArgumentParser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the known words; return the namespace and the other words."""
+        """Parse the known arguments; return the namespace and the words that are unknown."""
         self._taken = {}
         return self.parse_known_intermixed_args(
             sys.argv[1:] if args is None else list(args),
@@ -68,7 +70,7 @@ class Program(argparse.ArgumentParser):
         )
 
     def error(self, message: str):
-        """End the program with exit code 2, the usage and the message."""
+        """Print the usage and the message, and end the program with exit code 2."""
         missing = [name for name in self._names() if name in message]
         for flag, words in self._taken.items() if missing else ():
             message += f". {flag} took {', '.join(words)}: {self._before(flag)}"
@@ -99,7 +101,10 @@ class Program(argparse.ArgumentParser):
 
 
 def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> None:
-    """Add a flag under both of its names: `--image-dir`, and `--data.image_dir` as in the training commands."""
+    """Add the flag `name`, such as `--image-dir`, with its name in the training commands, `--data.image_dir`, as alias.
+
+    arguments: those of `add_argument`.
+    """
     key = name.removeprefix("--").replace("-", "_")
     if key == "image_dir":
         arguments["action"] = Folders
@@ -107,10 +112,14 @@ def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> No
 
 
 class Folders(argparse.Action):
-    """Values of a flag that may be repeated, each one folder or, as in settings, a list: `[images, more.zip]`."""
+    """An argparse action for a flag that may be repeated, whose values are collected in a list of folders.
+
+    A value is one folder, or a list of folders as in settings files: `[images, more.zip]`.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
-        """Append to the list of this flag; end the program with an error message if a list cannot be read."""
+        """Add the folders in `values` to the list of this flag; end the program with an error if they cannot be parsed.
+        """
         before = getattr(namespace, self.dest) or []
         setattr(namespace, self.dest, [*before, *self._folders(parser, values, option_string)])
 
@@ -125,12 +134,12 @@ class Folders(argparse.Action):
 
 
 def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the `--model.KEY VALUE` and `--head.KEY VALUE` pairs among arguments, by key, and the other arguments.
+    """Return the values of the arguments `--model.KEY VALUE` and `--head.KEY VALUE` by key, and the other arguments.
 
-    `--head.KEY` is short for `--model.head_options.KEY`. Values are read as YAML, as in a settings file.
+    `--head.KEY` is short for `--model.head_options.KEY`. Values are parsed as YAML, as in a settings file.
 
     Raises:
-        BadInput: a flag without a value, or with one that cannot be read.
+        BadInput: a flag has no value, or its value is not YAML.
     """
     settings = {}
     rest = []

@@ -7,10 +7,10 @@
     detect --version
     eval "$(detect completion bash)"           # the Tab key knows commands, detectors and settings
 
-`detect` runs the very file of the script, as `python` would, so there is one program and one set of flags. On several
-processes give the file to a launcher: `torchrun --nproc_per_node 2 $(detect where scripts/train_detr.py)`.
+`detect` runs the file of the script itself, as `python` would, with the same flags. For several processes, give the
+file to a launcher: `torchrun --nproc_per_node 2 $(detect where scripts/train_detr.py)`.
 
-Nothing heavy is imported here: help and completion answer at once.
+This module imports nothing slow, so that help and completion answer at once.
 """
 
 import ast
@@ -61,7 +61,7 @@ complete -c detect -a '(detect complete (commandline -opc)[2..] "$(commandline -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code, or raise the SystemExit of the script."""
+    """Run one command of `detect` and return its exit code; the SystemExit of a script is passed on."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in HELP_FLAGS:
         print(usage())
@@ -93,14 +93,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_help() -> str:
-    """Return the help of `detect train`, without a detector."""
+    """Return the help text of `detect train` without the name of a detector."""
     lines = [f"  {name:16}{first_line(ROOT / 'scripts' / f'train_{name}.py')}" for name in detectors()]
     head = ["usage: detect train DETECTOR [SETTINGS]", "", "DETECTOR is one of", ""]
     return "\n".join([*head, *lines, "", "`detect train DETECTOR --help` lists the settings of one."])
 
 
 def run_as_main(script: Path, arguments: list[str]) -> int:
-    """Run a script as `python SCRIPT ARGUMENTS` does."""
+    """Run a script as `python SCRIPT ARGUMENTS` does, and return 0, unless the script raises SystemExit."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")  # raises the SystemExit of the script
@@ -113,7 +113,7 @@ def detectors() -> list[str]:
 
 
 def commands() -> dict[str, Path]:
-    """Return the other scripts by the name of their command."""
+    """Return the scripts that do not train, by the name of their command in `detect`."""
     scripts = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py")) if path.stem not in NOT_COMMANDS}
     return {COMMAND_NAMES.get(stem, stem): path for stem, path in scripts.items() if not stem.startswith("train_")}
 
@@ -141,9 +141,11 @@ def first_line(script: Path) -> str:
 
 
 def copy(words: list[str]) -> int:
-    """Write a training script under another name, with its default configuration beside it as a `.yaml`.
+    """Write a copy of a training script, and of its default configuration with the same name and the ending `.yaml`.
 
-    The copy reads that configuration and trains into the run folder of its own name.
+    The copy of the script reads the copy of the configuration, and its runs have the name of the copy.
+
+    words: the arguments of `detect copy`: the name of the script, and the path of the copy. Returns the exit code.
     """
     scripts = [f"train_{name}" for name in detectors()]
     name, *rest = words or [""]
@@ -191,7 +193,10 @@ def _faults_of_copy(target: Path, beside: Path) -> list[str]:
 
 
 def where(words: list[str]) -> int:
-    """Print the path of a file of this project, given as the documentation writes it."""
+    """Print the paths of files of this project, and return the exit code.
+
+    words: names such as `configs/detr/bccd.yaml`; without any, the names of all scripts and configurations are printed.
+    """
     files = [path for folder in ("configs", "scripts") for path in sorted((ROOT / folder).rglob("*"))]
     names = {path.relative_to(ROOT).as_posix(): path for path in files if path.suffix in (".yaml", ".py", ".sh")}
     if not words:
@@ -217,7 +222,7 @@ def completion(words: list[str]) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Print the completions of the last word, or nothing if it is a file or a value."""
+    """Print the possible completions of the last of `words`, one per line; nothing if it is a file or a value."""
     *before, begun = words or [""]
     if not before:
         possible = ["train", *commands(), "copy", "where", "completion"]
@@ -236,7 +241,7 @@ def complete(words: list[str]) -> int:
 
 
 def training_flags() -> list[str]:
-    """Return the flags of the training scripts, including those of every detector."""
+    """Return the flags of the training scripts, including the settings of every detector."""
     sources = [("", PACKAGE / "run" / "settings.py")]
     sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]
     names = {"--config", "--help", "--print_config"}
@@ -251,7 +256,7 @@ def training_flags() -> list[str]:
 
 
 def flags(script: Path | None) -> list[str]:
-    """Return the flags of a script, from its calls of `add_argument` and `add_flags`."""
+    """Return the flags of a script, found in its calls of `add_argument` and `add_flags`; only `--help` for None."""
     nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     adding = [call for call in calls if ast.unparse(call.func).endswith(("add_argument", "add_flags"))]

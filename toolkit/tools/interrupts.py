@@ -1,4 +1,4 @@
-"""Signals in the programs beside training, which write no checkpoint before they end."""
+"""Handles signals in the programs beside training, which save nothing before they end."""
 
 import contextlib
 import signal
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interrupt_ends_at_once() -> Iterator[None]:
-    """Let Ctrl-C inside the block end the process as the system does it, not by a KeyboardInterrupt.
+    """Let Ctrl-C end the process at once in a `with` block, instead of raising KeyboardInterrupt.
 
-    Long calls of compiled code delay a KeyboardInterrupt. This applies in the main thread, if the signal has no other
-    handler.
+    A KeyboardInterrupt would be delayed by long calls of compiled code. This has an effect in the main thread only, and
+    only if the signal has no other handler.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -26,9 +26,10 @@ def interrupt_ends_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP inside the block raise SystemExit with 128 + their number, so that the program cleans up.
+    """Let SIGTERM and SIGHUP raise SystemExit with 128 + their number in a `with` block, so that the program cleans up.
 
-    For programs whose trainings end with them. In the main thread; elsewhere nothing changes.
+    This is for programs that start trainings, which must end with the program. It has an effect in the main thread
+    only.
     """
 
     def leave(number: int, frame) -> None:

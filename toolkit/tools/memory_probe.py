@@ -1,4 +1,4 @@
-"""A probe for the memory that training and evaluation need, before the first step: `run.probe_memory`."""
+"""Checks before the first step that memory suffices for training and evaluation: `run.probe_memory`."""
 
 import copy
 from collections import defaultdict
@@ -15,9 +15,14 @@ from toolkit.step.window import Window
 
 
 def probe_memory(t, worst: Batch) -> None:
-    """Run a batch forward and backward beside the optimizer's state, and one evaluation batch; nothing is changed.
+    """Run forward and backward pass of a training batch and the forward pass of an evaluation batch, and print the peak
+    memory; the state of the run is not changed.
 
-    t: a `toolkit.run.training.Training`. worst: the batch that needs most memory, see `data.pipeline.largest_batch`.
+    Tensors of the size of the optimizer's state are allocated too.
+
+    Args:
+        t: a `toolkit.run.training.Training`.
+        worst: the batch that needs most memory, see `toolkit.data.pipeline.largest_batch`.
 
     Raises:
         BadInput: memory runs out; the message names the batch.
@@ -54,10 +59,10 @@ def probe_memory(t, worst: Batch) -> None:
 
 
 def state_stand_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return tensors as large as the state (Adam's moments, momentum) that the optimizer lacks before its first update.
+    """Return tensors of the size of the state (Adam's moments, momentum) that an optimizer allocates at its first step.
 
-    A copy of the optimizer updates one number, which shows how many tensors it keeps per parameter; the optimizer
-    itself is not changed.
+    How many tensors it keeps per parameter is found by an update of a single number with a copy of the optimizer; the
+    optimizer itself is not changed.
     """
     tensors = []
     for group in optimizer.param_groups:

@@ -36,13 +36,16 @@ def import_script(name: str) -> ModuleType:
 
 
 def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> ModuleType:
-    """Import a copy of a script with lines added, and print what was added.
+    """Write a copy of a script with added lines, print the difference, and import the copy as a module.
 
-    name: of the script, such as `train_detr`.
-    file: where the copy is written, such as "my_loop.py"; the runs that it makes remember it.
-    below: what the line begins with -> the text that is put below its statement, with the indentation of that line.
+    Args:
+        name: name of the script, such as `train_detr`.
+        file: path of the copy, such as "my_loop.py"; its runs record this path as their script.
+        below: {beginning of a line in the script: text to insert below that line}; the text gets the indentation of
+            the line.
 
-    Raises BadInput: no line or several lines have this beginning.
+    Raises:
+        BadInput: no line, or more than one, begins like this.
     """
     before = Path(import_script(name).__file__).read_text(encoding="utf-8").splitlines(keepends=True)
     after = list(before)
@@ -61,8 +64,11 @@ def import_changed(name: str, file: Path | str, below: Mapping[str, str]) -> Mod
 
 
 def config_of(script: ModuleType, *settings: object) -> object:
-    """Return the Config of a training script with the given settings over its defaults, as from its command line,
-    with runs below `runs_folder()`. Raises BadInput as the command line does."""
+    """Return the Config of a training script with the given settings.
+
+    settings: words of the command line, such as "--run.epochs", 2. Runs are written to `runs_folder()` unless a setting
+    says otherwise. Raises BadInput as the command line does.
+    """
     words = [str(word) for word in settings]
     return parse_config(
         script.Config,
@@ -78,20 +84,20 @@ def folder_of(config: object) -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder for the runs of notebooks: runs/ of the checkout, or of the current folder if the toolkit is
-    installed."""
+    """Return the folder for the runs of notebooks: `runs` in the checkout of this project, or in the current folder if
+    the toolkit is an installed package."""
     return (ROOT if ROOT != PACKAGE else Path.cwd()) / "runs"
 
 
 def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
-    """Return a training image before augmentation, uint8 (3, H, W), and its target."""
+    """Return an image of a table without augmentation, uint8 (3, H, W), and its target."""
     row = table.row(index)
     image = table.decode_image(row)
     return image, row_target(row, tuple(image.shape[-2:]))
 
 
 def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> None:
-    """Show PIL images (or arrays) in a grid."""
+    """Show PIL images (or arrays) in a grid with so many columns, below their titles, in the output of a cell."""
     from IPython.display import Image, display  # which notebooks alone have
 
     rows = -(-len(pictures) // columns)
@@ -105,12 +111,12 @@ def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> No
 
 
 def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str]] = CURVES) -> dict[str, float] | None:
-    """Run `main(config)` of a script below curves that are redrawn as rows arrive, and return its last evaluation.
+    """Call `main(config)` of a script while curves of the run are drawn and updated, and return the last evaluation.
 
-    Interrupt the cell (the square, or I I) and the run saves its state; None is returned. Run the cell again with
-    `--run.resume latest` among the settings and it goes on where it was.
+    If the cell is interrupted (the square, or I I), the run saves its state, and None is returned. Run the cell again
+    with `--run.resume latest` among the settings to continue the run.
 
-    curves: the keys of metrics.jsonl in each panel, by its title.
+    curves: {title of a panel: keys of metrics.jsonl that are drawn in it}.
     """
     with live_curves(folder_of(config) / "metrics.jsonl", curves):
         try:
@@ -122,7 +128,10 @@ def train_live(main: Callable, config: object, curves: Mapping[str, Sequence[str
 
 @contextmanager
 def live_curves(file: Path, curves: Mapping[str, Sequence[str]], every_s: float = 3.0) -> Iterator[None]:
-    """Show curves of a `metrics.jsonl` in the output of a cell, redrawn by a thread while the block runs."""
+    """Show curves of a `metrics.jsonl` in the output of a cell, and update them during a `with` block.
+
+    curves: see `train_live`. every_s: seconds between two checks for new rows, at least.
+    """
     from IPython.display import Image, display  # which notebooks alone have
 
     handle = display(Image(_picture(file, curves)), display_id=True)

@@ -1,8 +1,8 @@
-"""Reading of a predictions file, as `toolkit.evaluation.predictions` writes it or another program does.
+"""Reads predictions files, which `toolkit.evaluation.predictions` or another program has written.
 
-A results file of another program has no metadata beside it and is read as well. If it names files (`file_name` of a
-detection, or of `images` in a whole COCO document, or as `image_id`), images are matched by them, with or without
-folder and ending.
+A COCO results file of another program has no metadata beside it. If it names image files (as `file_name` of a
+detection, as `file_name` in `images` of a whole COCO document, or as `image_id`), images are matched by these names,
+with or without folder and ending.
 """
 
 import json
@@ -19,14 +19,15 @@ from toolkit.evaluation.predictions import about_file, images_fingerprint
 
 @dataclass
 class PredictionsFile:
-    """The content of a predictions file, with the labels and image order of a table.
+    """The content of a predictions file, with the labels and the image order of a data table.
 
-    predictions: columns in the order of the table; for scene graphs arrays by image id: `boxes`, `scores`, `labels`,
-        `pairs`, the result of `compact_graph` for their scores (or `predicate_scores`), and the given graph if boxes
-        were given.
-    about: as given to `write_predictions`; empty for the file of another program.
-    corrected: whether the annotations have changed since the predictions were made; the images have not.
-    changed_classes: one sentence for each class that the corrected annotations have renamed, added or removed.
+    Attributes:
+        predictions: `Boxes` in the image order of the table. For scene graphs, a dict of arrays for each image id:
+            `boxes`, `scores`, `labels`, `pairs`, the scores of the predicates as `compact_graph` returns them (or
+            `predicate_scores`), and the given graph if boxes were given.
+        about: the metadata that `write_predictions` was given; empty for the file of another program.
+        corrected: whether the annotations, but not the images, have changed since the predictions were made.
+        changed_classes: one sentence for each class that was renamed, added or removed in the changed annotations.
     """
 
     predictions: Boxes | dict
@@ -36,14 +37,14 @@ class PredictionsFile:
 
 
 def read_predictions(path: str | Path, table) -> PredictionsFile:
-    """Read a predictions file, or a COCO results file of another program, as predictions on `table`.
+    """Read a predictions file, or a COCO results file of another program, as predictions on the data table `table`.
 
-    An image that a file of another program does not name has no detections. Annotations may have been corrected since a
-    file of ours was made; their classes are then matched by name, see `labels_by_name`.
+    An image that a file of another program does not mention has no detections. If the annotations have changed since
+    this toolkit wrote the file, classes are matched by name, see `labels_by_name`.
 
     Raises:
-        BadInput: a missing file, not a list of COCO results, made on other data, or ids and file names that the table
-            does not have.
+        BadInput: the file is missing or not a list of COCO results, it was made on other data, or it has ids or file
+            names that the table does not have.
     """
     path = Path(path).expanduser()
     about = read_about(path)
@@ -77,18 +78,21 @@ def read_predictions(path: str | Path, table) -> PredictionsFile:
 
 
 def labels_by_name(path: Path, classes: Sequence[tuple[str, str]], table) -> tuple[list[int], tuple[str, ...]]:
-    """Map the classes that predictions were made with to labels in corrected annotations.
+    """Map the classes that predictions were made with to labels in annotations that have changed since.
 
-    Returns a label for each class, -1 for none, and one sentence for each class that was renamed, added or removed.
-
-    Classes are matched by id and name, then by name, then by id: those were renamed. A new class counts only if the
-    table has boxes of it.
+    Classes are matched by id and name, then by name, and then by id, which means that the class was renamed.
 
     Args:
-        classes: (id, name) of each.
+        path: the predictions file, for messages.
+        classes: (id, name) of each class that the predictions were made with.
+        table: the data table with the changed annotations.
+
+    Returns:
+        the label of each class, -1 if the class was removed, and one sentence for each class that was renamed, added
+        (and has boxes) or removed.
 
     Raises:
-        BadInput: classes are gone and new ones have boxes: they may be the same.
+        BadInput: some classes were removed and others with boxes were added, so they may be the same classes.
     """
     now = [(str(category.id), category.name) for category in table.categories]
     free = dict.fromkeys(range(len(now)))  # labels that no class has yet
@@ -137,7 +141,10 @@ def _is_class(entry: object) -> bool:
 
 
 def read_about(path: str | Path) -> dict:
-    """Read the content of `FILE.about.json`; {} if it does not exist."""
+    """Return the metadata of the predictions file `path`, from `FILE.about.json` beside it; {} if that does not exist.
+
+    Raises BadInput if it cannot be read.
+    """
     file = about_file(Path(path).expanduser())
     try:
         return json.loads(file.read_text(encoding="utf-8"))

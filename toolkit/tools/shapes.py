@@ -2,9 +2,9 @@
 
     python -m toolkit.tools.shapes --out DIR [--train-images 1000 --val-images 200 --image-size 128 --seed 0]
 
-writes an ordinary COCO data set: DIR/train/*.jpg, DIR/val/*.jpg, DIR/annotations/{train,val}.json, the JSON with
-`rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids` (its texture)
-beside the usual keys.
+writes a COCO data set: DIR/train/*.jpg, DIR/val/*.jpg and DIR/annotations/{train,val}.json. Beside the usual keys, the
+JSON files have `rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids`
+(its texture).
 """
 
 import argparse
@@ -51,11 +51,18 @@ NESTED = 0.15  # how often a shape is put on the middle of an earlier, larger on
 
 
 def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tuple[np.ndarray, list[dict], list[tuple]]:
-    """Draw one picture, a function of its arguments alone.
+    """Draw one picture of the bundled data; the result depends on the arguments only.
 
-    Returns uint8 (image_size, image_size, 3); objects {category: 0-based, texture: row of ATTRIBUTES, bbox: xywh of the
-    visible pixels, area: number of visible pixels}; relations (subject, object, predicate), rows of the objects and of
-    PREDICATES.
+    Args:
+        seed: seed of the whole data set.
+        split: "train" or "val".
+        index: number of the picture in its split, from 0.
+        image_size: side in pixels.
+
+    Returns:
+        the picture, uint8 (image_size, image_size, 3) RGB; its objects as dicts with `category` (index in `CLASSES`),
+        `texture` (index in `ATTRIBUTES`), `bbox` (xywh of the visible pixels) and `area` (number of visible pixels);
+        its relations as (subject, object, predicate), indices of objects and in `PREDICATES`.
     """
     rng = np.random.default_rng([seed, SPLITS.index(split), index])
     canvas = _background(rng, image_size)
@@ -88,7 +95,7 @@ def make_shapes(
     image_size: int = 128,
     seed: int = 0,
 ) -> None:
-    """Write the data set to `out`. Raises BadInput if `out` is not empty or a number makes no sense."""
+    """Write the data set to the folder `out`. Raises BadInput if the folder is not empty or a number is too small."""
     out = Path(out).expanduser()
     if train_images < 1 or val_images < 1 or image_size < 32 or seed < 0:
         raise BadInput(
@@ -109,7 +116,10 @@ def ensure_shapes(
     image_size: int = 128,
     seed: int = 0,
 ) -> Path:
-    """Return the data set's folder in the cache, made on the first call (seconds). Safe with several processes at once.
+    """Return the folder of the data set in the cache; the data set is written there first if it is missing or damaged.
+
+    That takes seconds. Several processes may call this at the same time. Raises BadInput if the cache cannot be
+    written. cache_dir: root of the cache; None: the default.
     """
     root = cache_root(cache_dir)
     folder = root / f"shapes-v{SHAPES_VERSION}-{train_images}-{val_images}-{image_size}px-seed{seed}"
@@ -368,9 +378,9 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
 
 
 def open_shapes(split: str, reading: Reading) -> DetectionTable:
-    """Open a split of the bundled shapes, drawn on the first call; of `reading` only `cache_dir` has an effect.
+    """Open a split of the bundled shapes, which are written to the cache on the first call.
 
-    Raises BadInput for other splits, and for a `name`.
+    Of `reading`, only `cache_dir` is used. Raises BadInput if the split is unknown, or `reading` has a `name`.
     """
     if split not in SPLITS or reading.name is not None:
         asked = repr(split) if reading.name is None else f"data set {reading.name!r}"

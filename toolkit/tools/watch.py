@@ -1,4 +1,4 @@
-"""A training script as a separate process: its start, the rows that it writes, and its settings."""
+"""Runs a training script as a separate process, reads the rows that it writes, and finds its settings."""
 
 import ctypes
 import os
@@ -27,14 +27,17 @@ STEPS_ALONE = (
 
 
 class WatchedRun:
-    """A process that trains; its output goes to a file.
+    """A training in a separate process.
 
     Args:
-        command: words that start it. folder: its run folder. output: file that its output is appended to.
-        environment: variables on top of those of this process.
-        limit: called in the new process before the command, such as one that limits its memory.
+        command: the words of the command.
+        folder: the run folder of the training.
+        output: file to which the output of the process is appended.
+        environment: environment variables in addition to those of this process.
+        limit: function that is called in the new process before the command, for example to limit its memory.
 
-    It ends with this process: on Linux the system sends it SIGTERM, so that it saves its state, however this one ended.
+    When the calling process ends, for whatever reason, the training is ended too: on Linux, the system sends it
+    SIGTERM, so that it saves its state.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class WatchedRun:
             )
 
     def rows(self, stop: Callable[[], object] = lambda: False) -> Iterator[dict]:
-        """Yield the rows as they are written, each once, including those of an earlier start, until the process has
-        ended or `stop` returns true."""
+        """Yield each row of metrics.jsonl once, as it is written, until the process has ended or `stop` returns true.
+
+        Rows of an earlier start of the run come first.
+        """
         seen = set()
         with closing(MetricsFollower(self.folder / "metrics.jsonl")) as file:
             while True:
@@ -87,8 +92,10 @@ class WatchedRun:
                 time.sleep(POLL_S)
 
     def stop(self, saving: bool = True) -> int:
-        """Stop the process and return its exit code. With `saving` it is asked to save and end first, and killed
-        after a while."""
+        """Stop the process and return its exit code.
+
+        saving: True: ask the process to save its state and end, and kill it after `STOP_S` seconds; False: kill it.
+        """
         posix = os.name == "posix"
         if saving and self.process.poll() is None:
             self._send(signal.SIGTERM if posix else signal.CTRL_BREAK_EVENT)
@@ -103,17 +110,23 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        """Return the final state from `status.json`, which a launcher does not change; "failed" without that file."""
+        """The state of the run in `status.json`; "failed" if that file is missing."""
         return read_status(self.folder).get("state", "failed")
 
     def last_words(self, lines: int = 5) -> str:
-        """Return the last lines of the output."""
+        """Return the last `lines` lines of the output."""
         return "\n".join(self.output.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
 def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
-    """Return the command that trains `steps` steps in the run folder `folder` with `settings` on top of the
-    `arguments`."""
+    """Return the command that trains for a number of steps, without evaluations, checkpoints and trackers.
+
+    Args:
+        script, arguments: the training script and its arguments.
+        folder: the run folder.
+        steps: number of optimizer steps.
+        settings: values by key, such as "optim.lr", that override those in `arguments`.
+    """
     required = {"run.output_dir": folder.parent, "run.name": folder.name, "run.max_steps": steps}
     alone = dict(word.split("=") for word in STEPS_ALONE.split())
     flags = [f"--{key}={value}" for key, value in {**alone, **required, **settings}.items()]
@@ -121,8 +134,10 @@ def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int
 
 
 def resolved_settings(script: Path, arguments: Sequence[str]) -> dict:
-    """Return the settings that a script has with these arguments. Raises BadInput with the script's message if it
-    refuses them."""
+    """Return the settings of a training script with these arguments, as nested dicts.
+
+    Raises BadInput with the message of the script if the script refuses the arguments.
+    """
     command = [sys.executable, str(script), *arguments, "--print_config"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:

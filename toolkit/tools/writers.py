@@ -1,6 +1,6 @@
-"""Writers of data sets, images included, and of predictions in the formats that `toolkit.data.formats` reads.
+"""Writes data sets (with their images) and predictions in the formats that `toolkit.data.formats` reads.
 
-`write_<format>` writes the boxes of `LabelledImages`, of a data set or of predictions.
+A function `write_<format>` writes only the boxes of `LabelledImages`, which are a data set's or predictions.
 """
 
 import csv
@@ -32,15 +32,18 @@ CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
 
 
 def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
-    """Write a split in one of the formats of `toolkit.data.formats.FOLDERS`, images included.
+    """Write a split of a data set, including its images, to a folder.
 
-    link: images as hard links if the system supports them.
+    Args:
+        split: name of the split.
+        format: one of `toolkit.data.formats.FOLDERS`.
+        link: make hard links to the image files instead of copies, if the file system supports it.
     """
     WRITERS[format](table, Path(folder), split, link=link)
 
 
 def unsupported_by(table: DetectionTable, format: str) -> list[str]:
-    """Describe which content of a table a format cannot represent."""
+    """Return a phrase for each kind of content of the table that the format cannot represent."""
     crowds = int(table.boxes().iscrowd.sum())
     lost = []
     if format == "yolo" and crowds:
@@ -66,9 +69,11 @@ def write_coco_folder(
     link: bool = False,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Write `annotations/<split>.json` and the images in `<split>/`, without loss of anything that a table holds.
+    """Write `annotations/<split>.json` and the images in `<split>/`; nothing in the table is lost.
 
-    names: of the image files, by default those of the table.
+    Args:
+        link: see `write_folder`.
+        names: names of the image files; None: those in the table.
     """
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     names = copy_images(table, folder / split, link, names)
@@ -76,10 +81,11 @@ def write_coco_folder(
 
 
 def write_coco(labelled: LabelledImages, path: str | Path) -> None:
-    """Write a COCO file with the original ids of images and categories, every number to its last bit.
+    """Write a COCO file with the original ids of images and categories; numbers are written without rounding.
 
-    Annotated boxes become a file of images, annotations, categories, relations and attributes; boxes with scores COCO's
-    list of results, `{image_id, category_id, bbox [x, y, width, height], score}`, a line for each image.
+    For annotated boxes, it is a document with images, annotations, categories, relations and attributes. For boxes with
+    scores, it is COCO's list of results, `{image_id, category_id, bbox [x, y, width, height], score}`, with one line
+    for each image.
     """
     text = json.dumps(_coco_document(labelled)) if labelled.boxes.scores is None else coco_results(labelled)
     write_text_atomic(Path(path), text)
@@ -151,9 +157,9 @@ def _write_voc_folder(table: DetectionTable, folder: Path, split: str, *, link: 
 
 
 def write_voc(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
-    """Write an XML file for each image, called as `names` are; an object with a score has it as `<score>`.
+    """Write an XML file for each image to a folder, named after `names`; scores, if there are any, become `<score>`.
 
-    Corners are written as the reader takes them: pixels from 0.
+    Corners are in pixels counted from 0, as this toolkit's reader expects them, not from 1.
     """
     for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
         root = ElementTree.Element("annotation")
@@ -202,7 +208,10 @@ def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link:
 
 
 def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
-    """Write a text file for each image, called as `names` are; for boxes with scores a line ends with the score."""
+    """Write a YOLO text file for each image to a folder, named after `names`; a score, if any, is at the end of a line.
+
+    Crowd regions are left out.
+    """
     for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
         lines = []
         for label, (x1, y1, x2, y2), score, crowd in boxes:
@@ -233,10 +242,10 @@ def _write_csv_folder(table: DetectionTable, folder: Path, split: str, *, link: 
 
 
 def write_csv(labelled: LabelledImages, path: Path) -> None:
-    """Write a row for each box, with the columns `CSV_OF_PREDICTIONS` if boxes have scores.
+    """Write a CSV file with a row for each box, with the columns `CSV_OF_PREDICTIONS` too if boxes have scores.
 
-    An image without boxes is a row without numbers. Names that a spreadsheet takes for a formula (`=1+1`) begin with an
-    apostrophe, which the reader removes again.
+    An image without boxes has a row without a box. An apostrophe is put before names that a spreadsheet would take for
+    a formula (`=1+1`); the reader removes it again.
     """
     header = CSV_COLUMNS if labelled.boxes.scores is None else (*CSV_COLUMNS, *CSV_OF_PREDICTIONS)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -346,9 +355,11 @@ WRITERS = {
 
 
 def copy_images(table: DetectionTable, folder: Path, link: bool, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Write the encoded images of a table as files to a folder; return their names.
+    """Write the encoded images of a table as files to a folder, and return the names of the files.
 
-    names: of the files; by default those of the table. link: hard links if the system supports them.
+    Args:
+        link: make hard links instead of copies, if the file system supports it.
+        names: names of the files; None: see `file_names`.
     """
     names = names or file_names(table)
     for index, name in enumerate(names):
@@ -372,7 +383,7 @@ def _linked(source: Path, target: Path) -> bool:
 
 
 def file_names(table: DetectionTable) -> list[str]:
-    """Return a name for the image file of every row, all different; a missing suffix is added by the file's content."""
+    """Return a file name for the image of every row, all different; a missing suffix is chosen by the content."""
     names = table.rows.column("file_name").to_pylist()
     for index, name in enumerate(names):
         if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
@@ -381,7 +392,7 @@ def file_names(table: DetectionTable) -> list[str]:
 
 
 def names_by_content(table: DetectionTable) -> list[str]:
-    """Return `file_names` with suffixes of another image format than the content's replaced by the content's."""
+    """Return `file_names`, with each suffix that contradicts the image format of the content replaced."""
     names = file_names(table)
     for index, name in enumerate(names):
         stem, suffix = os.path.splitext(name)

@@ -1,4 +1,4 @@
-"""Files of backbone weights, in timm's names or those of `efficientnet_pytorch`: what was loaded is reported."""
+"""Loads files of backbone weights under the names of timm or `efficientnet_pytorch`, and reports what was loaded."""
 
 import re
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ _PLAIN = {
 
 
 def read_backbone_file(file: str) -> dict[str, Tensor]:
-    """Read the tensors of a file by name. Raises BadInput for a missing file, or one without tensors."""
+    """Read the tensors of a file by name. Raises BadInput if the file is missing or has no tensors."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise BadInput(f"{SETTING}: the file {file} does not exist; give a file of weights, true or false.")
@@ -54,12 +54,12 @@ def read_backbone_file(file: str) -> dict[str, Tensor]:
 
 
 def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
-    """Create a timm model, as `timm.create_model(name, **options)`, with the weights of a file.
+    """Create the model `timm.create_model(name, **options)` with the weights of a file.
 
-    Its names are those of timm, present or past, or of `efficientnet_pytorch`.
+    The tensors in the file have the names of timm, present or past, or those of `efficientnet_pytorch`.
 
     Raises:
-        BadInput: as `read_backbone_file` and `load_matching`.
+        BadInput: see `read_backbone_file` and `load_matching`.
     """
     offered = read_backbone_file(file)
     wanted = {}
@@ -83,9 +83,9 @@ def timm_model_from_file(name: str, file: str, **options) -> nn.Module:
 
 
 def names_of_efficientnet(offered: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Rename tensors of `efficientnet_pytorch` to those of timm's EfficientNet `model`; unknown names stay.
+    """Return tensors of `efficientnet_pytorch` under the names of timm's EfficientNet `model`; unknown names are kept.
 
-    The files number all blocks in a row, timm those of each stage.
+    `efficientnet_pytorch` numbers all blocks consecutively, timm the blocks of each stage.
     """
     places = []  # (stage, block in it) of each block
     for stage, blocks in enumerate(model.blocks):
@@ -123,15 +123,17 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
 
 @torch.no_grad()
 def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], name: str, file: str) -> None:
-    """Copy the tensors of a file into those of the same name and shape, and print which did not fit.
+    """Copy tensors of a file into the backbone's tensors of the same name and shape, in place, and print which tensors
+    did not fit.
 
     Args:
         wanted: tensors of the backbone by name.
-        name, file: of the backbone and of the file, for messages.
+        offered: tensors of the file by name.
+        name, file: names of the backbone and of the file, for messages.
 
     Raises:
-        BadInput: a part of the backbone (`layer1.0`, `blocks.3`, `stem`) got none of its weights, or less than half of
-            all weights were loaded.
+        BadInput: the file has no weight of a part of the backbone (`layer1.0`, `blocks.3`, `stem`), or less than half
+            of all weights.
     """
     matching = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
     summary = _summary(wanted, offered, matching)

@@ -1,4 +1,4 @@
-"""The mapping of a checkpoint's tensors to those of a model, row by row if the classes differ, and its table."""
+"""Maps the tensors of a checkpoint to those of a model, row by row if the classes differ, and tabulates the mapping."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,14 @@ ClassLayout = tuple[int, int, int]  # rows before, for each class, after
 
 @dataclass
 class WeightTable:
-    """The tensors of a model and the tensors of a checkpoint that they take.
+    """The mapping from the tensors of a checkpoint to those of a model.
 
-    state: the tensors to load (`strict=False`). sources: {name in the model: name in the checkpoint}. rows: {name:
-        sentence}
-    of those that take only some rows. new: names that keep their initial values. unused: names of the checkpoint that
-    are not taken.
+    Attributes:
+        state: the tensors to load into the model with `load_state_dict(strict=False)`.
+        sources: {name in the model: name in the checkpoint}.
+        rows: {name in the model: description} of the tensors of which only the rows of some classes are loaded.
+        new: names of the model's tensors that keep their initial values.
+        unused: names of the checkpoint's tensors that are not loaded.
     """
 
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -31,7 +33,10 @@ class WeightTable:
     unused: list[str] = field(default_factory=list)
 
     def entries(self) -> list[tuple[str, str, str]]:
-        """Return (outcome, name, note) of every tensor of the model, then of the unused ones."""
+        """Return (outcome, name, note) of every tensor of the model, then of the checkpoint's unused tensors.
+
+        The outcome is "loaded", "mapped" (from another name, or some rows only), "new" or "unused".
+        """
         entries = []
         for name, source in self.sources.items():
             note = "" if name == source else f"<- {source}"
@@ -42,12 +47,12 @@ class WeightTable:
         return entries
 
     def table(self) -> str:
-        """Format one line per tensor: loaded (same name), mapped (from another, or by rows), new; then the unused."""
+        """Format `entries` as text, one line per tensor."""
         lines = [f"{what:<7s} {name} {note}" for what, name, note in self.entries()]
         return "\n".join(map(str.rstrip, lines))
 
     def summary(self) -> str:
-        """Format `table` with one line for all tensors of a part of the model that have the same outcome."""
+        """Format `entries` as text, one line for all tensors of a part of the model that have the same outcome."""
         counts = Counter()
         for what, name, note in self.entries():
             if note.startswith("<-"):
@@ -69,12 +74,18 @@ def map_weights(
     classes: Sequence[str] = (),
     source_classes: Sequence[str] = (),
 ) -> WeightTable:
-    """Map to every tensor the one of the same name, or, below a mapped prefix, of the prefix it is mapped to.
+    """Map each tensor of a model to the checkpoint's tensor of the same name, or of the name with a replaced prefix.
 
-    model, checkpoint: state dicts. prefixes: {prefix in the model: prefix in the checkpoint}, whole parts of names;
-    the longest applies. One tensor of the checkpoint may serve several of the model. Nothing is guessed.
-    class_tensors: see pretrained.py; classes, source_classes: names of the model's and the checkpoint's classes.
-    Raises BadInput: a prefix that matches nothing on its side, shapes that differ, ambiguous classes; all of them.
+    Args:
+        model, checkpoint: state dicts.
+        prefixes: {prefix in the model: prefix in the checkpoint}, which match whole parts of a name; the longest one
+            that matches applies. One tensor of the checkpoint may be mapped to several of the model.
+        class_tensors: patterns of names of tensors with rows per class, see `toolkit.models.weights.pretrained`. If the
+            classes differ, the rows of classes of the same name are loaded.
+        classes, source_classes: names of the model's and of the checkpoint's classes, in the order of the labels.
+
+    Raises:
+        BadInput: a prefix matches nothing, shapes differ, or the name of a class occurs twice; the message lists all.
     """
     prefixes = prefixes or {}
     table = WeightTable()
@@ -121,9 +132,18 @@ def copy_class_rows(
     classes: Sequence[str],
     source_classes: Sequence[str],
 ) -> Tensor | None:
-    """Return `target` with the rows that `source` has for the same class, and those for no class.
+    """Return a copy of `target` in which rows are replaced by the rows of `source` with the same meaning.
 
-    Returns None if the shapes do not fit, and `target` itself if no rows match.
+    These are the rows of classes that both have, matched by name, and the rows that belong to no class, such as the
+    background. All other rows of `target` are kept.
+
+    Args:
+        layout: numbers of rows before the classes, for each class, and after them; see
+            `toolkit.models.weights.pretrained`.
+        classes, source_classes: names of the classes of `target` and of `source`, in the order of their rows.
+
+    Returns:
+        the copy; None if the shapes do not fit; `target` itself if no row has the same meaning.
     """
     target_rows, target_blocks = _row_meanings(len(target), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
@@ -146,7 +166,7 @@ def copy_class_rows(
 
 
 def _row_meanings(rows: int, layout: ClassLayout, classes: Sequence[str]) -> tuple[list[tuple], int]:
-    """Return the meaning of each row of a class tensor, and its number of blocks; 0 for an incomplete block.
+    """Return the meaning of each row of a class tensor, and the number of its blocks, or 0 if a block is incomplete.
 
     With the layout (1, 2, 0) and the classes a and b, the five rows of a block are: before, a 0, a 1, b 0, b 1.
     """

@@ -1,4 +1,5 @@
-"""Names in published weights: of tensors, which tell the publisher and are translated into ours, and of classes."""
+"""Names in published weights: names of tensors, which identify the publisher and are translated into names of this
+toolkit, and names of classes."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,14 @@ Pairs = Sequence[tuple[str, str]]  # (theirs, ours); `*` is any number, the same
 
 @dataclass
 class Description:
-    """The detector that a file of published weights belongs to.
+    """A description of the detector that a file of published weights belongs to.
 
-    architecture and options: of `build_detector`. class_names: in the order of the rows. notes: assumptions about facts
-    that the file does not hold, and the flags that change them. size: the size to which the program resizes images, see
-    `toolkit.data.pipeline.processor_size`; None: not known.
+    Attributes:
+        architecture, options: arguments of `build_detector`.
+        class_names: names of the classes in the order of their rows in the tensors.
+        notes: sentences about facts that the file does not hold and that are assumed, with the flags to change them.
+        size: the size to which the publisher's program resizes images, see `toolkit.data.pipeline.processor_size`;
+            None: it is not known.
     """
 
     architecture: str
@@ -27,11 +31,15 @@ class Description:
 
 @dataclass
 class Publisher:
-    """A program whose weights are translated to ours by their names.
+    """A program that publishes weights, whose tensors are renamed to the names of this toolkit.
 
-    marks: names that only its tensors have. names: see `renamed`. left_out: pattern of names without a counterpart.
-    copies: see `copied`. described: returns the detector of tensors, from these and the name of their file; it raises
-    BadInput for a variant that this toolkit does not have.
+    Attributes:
+        described: function that takes the tensors by name and the name of their file, and returns the `Description` of
+            their detector; it raises BadInput for a variant that this toolkit does not have.
+        marks: names of tensors that only this program's files have, all of them.
+        names: pairs of prefixes, see `renamed`.
+        left_out: pattern of names of tensors that have no counterpart here.
+        copies: see `copied`.
     """
 
     described: Callable[[Mapping[str, Tensor], str], Description]
@@ -41,20 +49,21 @@ class Publisher:
     copies: Mapping[str, str] = field(default_factory=dict)
 
     def recognised(self, state: Mapping[str, Tensor]) -> bool:
-        """Return whether the names are those of this publisher."""
+        """Return whether the tensors, by their names, are of this publisher."""
         return all(name in state for name in self.marks)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the publisher's tensors under our names."""
+        """Return the publisher's tensors under the names of this toolkit."""
         weights = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
         weights = renamed(split_attention(weights), self.names)
         return copied(weights, self.copies)
 
 
 def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
-    """Read a table of entries `theirs ours`, one a line or separated by commas.
+    """Return pairs (publisher's prefix, our prefix) of names from a text of entries `theirs ours`, one per line or
+    separated by commas.
 
-    The entries are repeated below each pair of prefixes in `below`.
+    below: pairs (publisher's prefix, our prefix) that are put before the entries; all entries are repeated for each.
     """
     entries = [entry.split() for entry in re.split(r"[,\n]", table) if entry.strip()]
     repeated = []
@@ -64,11 +73,11 @@ def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:
 
 
 def renamed(state: Mapping[str, Tensor], pairs: Pairs) -> dict[str, Tensor]:
-    """Rename tensors to our names; a name that no pair matches is kept.
+    """Return the tensors with replaced prefixes of their names; a name that no pair matches is kept.
 
     Args:
-        pairs: prefixes of names, (theirs, ours), in whole parts; the first that fits applies, and the rest of the
-            name is kept. `*` stands for a number.
+        pairs: pairs of prefixes (publisher's, ours), which match whole parts of a name; the first pair that matches
+            applies, and the rest of the name is kept. `*` stands for a number, the same one in both prefixes.
     """
     rules = [(_pattern(theirs), ours.replace("*", "{}")) for theirs, ours in pairs]
     return {_renamed(name, rules): tensor for name, tensor in state.items()}
@@ -88,10 +97,12 @@ def _renamed(name: str, rules: Sequence[tuple[re.Pattern, str]]) -> str:
 
 
 def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> dict[str, Tensor]:
-    """Split the joint matrix of queries, keys and values in attention layers into three.
+    """Return the tensors with the joint matrices and biases of attention layers split into those of queries, keys and
+    values.
 
-    `nn.MultiheadAttention` calls it `in_proj_weight`, timm `qkv.weight`; the parts are `q_proj.weight`, `k_proj.weight`
-    and `v_proj.weight`. Biases likewise.
+    joint: the part of a name by which a joint tensor is recognised: ".in_proj_" for `in_proj_weight` of
+    `nn.MultiheadAttention`, ".qkv." for `qkv.weight` of timm. The results are called `q_proj.weight`, `k_proj.weight`
+    and `v_proj.weight`, and the biases likewise.
     """
     result = {}
     for name, tensor in state.items():
@@ -105,7 +116,7 @@ def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> di
 
 
 def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors, with those below a prefix under another one too. copies: {prefix of the copy: prefix}."""
+    """Return the tensors, with some also under a second name: copies is {prefix of the second name: prefix}."""
     result = dict(state)
     for into, source in copies.items():
         for name, tensor in state.items():
@@ -115,7 +126,7 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
 
 
 def count(state: Mapping[str, Tensor], prefix: str) -> int:
-    """Return the number of numbered parts below a prefix: one more than the largest number."""
+    """Return the number of numbered parts below a prefix of names: one more than the largest number, else 0."""
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
     matches = [pattern.match(name) for name in state]
     numbers = [int(match[1]) for match in matches if match]
@@ -132,7 +143,8 @@ RESNETS = {  # blocks of each stage, and whether they are bottlenecks
 
 
 def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:
-    """Return timm's name of the ResNet whose `layer1.0.conv1.weight` and so on are below a prefix; None: unknown.
+    """Return timm's name of the ResNet whose tensors `layer1.0.conv1.weight` and so on are below a prefix, or None if
+    timm has no such ResNet.
 
     A ResNeXt is recognised by the groups of its 3 x 3 convolutions.
     """
@@ -177,14 +189,19 @@ VG_150 = (
 
 
 def coco_by_id(first: int, last: int = 90) -> list[str]:
-    """Return COCO's classes for rows that are its ids, from `first`; unused ids are called `no class 12`."""
+    """Return the names of COCO's classes with the ids `first` to `last`; an unused id, such as 12, is called
+    `no class 12`.
+    """
     names = iter(COCO_80)
     by_id = {i: next(names) for i in range(1, 91) if i not in NOT_IN_COCO}
     return [by_id.get(i, f"no class {i}") for i in range(first, last + 1)]
 
 
 def named(rows: int) -> list[str]:
-    """Return names for a classifier of `rows` classes without background; numbered if the data set is not known."""
+    """Return class names for a classifier of `rows` classes without background.
+
+    The number tells the data set (COCO, Pascal VOC or VG150); for other numbers the names are `class 0`, `class 1`, ...
+    """
     by_rows = {
         80: COCO_80,
         90: coco_by_id(1),

@@ -1,18 +1,20 @@
-"""Pretrained weights, opened by a hub name or a path, and loaded into a detector.
+"""Opens pretrained weights by a hub name or a path, and loads them into a detector.
 
-The path is a transformers folder (a `final/` too), a `final/` folder of our own kind, a run folder or one of its
-checkpoints, or a file of one of the publishers in `toolkit.index.PUBLISHERS` (see `weight_files.py`).
+The path is a transformers folder (also a `final/` in that format), a `final/` folder in this toolkit's own format, a
+run folder or one of its checkpoints, or a file of one of the publishers in `toolkit.index.PUBLISHERS` (see
+`weight_files.py`).
 
 A detector must provide the following so that `start_detector` can load them:
 
-- Every tensor of its state dict takes the source's tensor of the same name and shape. A detector around a transformers
-  model holds it as `self.model`: the source's names are then those of that model below "model.". Another shape is an
-  error, except for tensors with rows of classes:
+- Every tensor of its state dict receives the source's tensor of the same name and shape. A detector around a
+  transformers model holds that model as `self.model`, and the source's names are then those of the model below
+  "model.". A different shape is an error, except for tensors with rows per class:
 - `class_tensors: Mapping[str, tuple[int, int, int]]`, an attribute of class or instance: `fnmatch` patterns of names in
-  the state dict, each with `(before, each, after)`, the meaning of the rows (dimension 0) of these tensors: one or more
-  blocks (one per anchor), each of `before` rows for no class, `each` rows for every class in the order of the labels,
-  and `after` rows for no class. The number of blocks follows from the shape. Rows of classes of the same name are
-  copied, so are those for no class; the others keep their initial values.
+  the state dict, each with `(before, each, after)`, the meaning of the rows (dimension 0) of these tensors. The rows
+  are one or more blocks (one per anchor); a block has `before` rows that belong to no class (such as the background),
+  `each` rows for every class in the order of the labels, and `after` rows that belong to no class. The number of blocks
+  follows from the shape. Rows of classes of the same name are copied, and so are rows that belong to no class; all
+  other rows keep their initial values.
 
       sigmoid head (C, D)                  (0, 1, 0)
       DETR (C + 1, D), no-object last      (0, 1, 1)   also a denoising embedding whose padding is last
@@ -23,7 +25,7 @@ A detector must provide the following so that `start_detector` can load them:
 
 - For a detector around a transformers model, the keyword `source_config: dict | None = None`, the source's
   `config.to_dict()`.
-  The detector then has the structure that it describes, with classes `class_names`; settings that are given change it.
+  The detector then has the structure in `source_config`, with the classes `class_names`; given settings override it.
 """
 
 import json
@@ -50,10 +52,14 @@ PROBE_S = 5.0  # seconds that the hub has to answer
 
 @dataclass
 class Pretrained:
-    """Trained weights.
+    """Trained weights and the detector that they belong to.
 
-    options: keywords of `build_detector` for their detector. notes: assumptions about facts that the weights do not
-    hold, with the flags that change them. size: as in `Description`.
+    Attributes:
+        name: the hub name or path that was given.
+        architecture, options: arguments of `build_detector` for the detector.
+        class_names: names of the classes in the order of the labels.
+        tensors: the weights by name.
+        notes, size: see `toolkit.models.weights.names.Description`.
     """
 
     name: str
@@ -66,10 +72,10 @@ class Pretrained:
 
 
 def open_pretrained(name: str) -> Pretrained:
-    """Open trained weights by hub name or path; see the top of this file.
+    """Open trained weights by a hub name or a path, of one of the kinds in the docstring of this module.
 
     Raises:
-        BadInput: a name that is neither here nor on the hub, no network, or a folder of none of these kinds.
+        BadInput: the name is neither a path nor on the hub, there is no network, or a folder is of none of these kinds.
     """
     path = Path(name).expanduser()
     if not path.exists():
@@ -162,7 +168,13 @@ def _first_sentence(error: Exception) -> str:
 def load_into(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], given: Mapping, fresh: Sequence[str]
 ) -> WeightTable:
-    """Call `load_pretrained`; if given settings cause other shapes, the error lists those to leave out."""
+    """Call `load_pretrained`; if many shapes differ because of settings that the user gave, the error names these
+    settings.
+
+    Args:
+        given: the settings that the user gave.
+        fresh: see `load_pretrained`.
+    """
     try:
         return load_pretrained(detector, source, class_names, fresh)
     except BadInput as error:
@@ -185,13 +197,14 @@ def load_into(
 def load_pretrained(
     detector: nn.Module, source: Pretrained, class_names: Sequence[str], fresh: Sequence[str] = ()
 ) -> WeightTable:
-    """Load the source's weights into the detector, row by row if the classes differ.
+    """Load the source's weights into the detector in place, row by row if the classes differ; return the mapping.
 
-    fresh: prefixes of the tensors that keep their initial values.
+    Args:
+        class_names: names of the detector's classes in the order of the labels.
+        fresh: prefixes of the names of tensors that keep their initial values.
 
     Raises:
-        BadInput: shapes that differ, a class name that the source has twice, no tensor that fits, a prefix of no
-            tensor.
+        BadInput: shapes differ, a class name occurs twice, no tensor fits, or a prefix matches no tensor.
     """
     state = detector.state_dict()
     left_out = _tensors_below(state, fresh)
@@ -228,7 +241,8 @@ def _tensors_below(state: Mapping[str, Tensor], prefixes: Sequence[str]) -> set[
 
 @contextmanager
 def cached_when_offline() -> Iterator[None]:
-    """Let packages that load from the hub use their cache while it does not answer, and fail at once without one.
+    """Let packages that load from the Hugging Face hub use only their cache in a `with` block if the hub does not
+    answer; they fail at once if the cache lacks a file.
 
     By default they try every file six times, half a minute each, with a warning every time.
     """
@@ -241,7 +255,7 @@ def cached_when_offline() -> Iterator[None]:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub can be reached."""
+    """Return whether the Hugging Face hub answers within `PROBE_S` seconds."""
     try:
         request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         urllib.request.urlopen(request, timeout=PROBE_S).close()

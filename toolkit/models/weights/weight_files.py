@@ -1,4 +1,5 @@
-"""Files of published weights: read without unpickling, and recognised by the names of their tensors."""
+"""Reads files of published weights without running pickled code, and finds their publisher by the names of their
+tensors."""
 
 import pickle
 import re
@@ -35,13 +36,13 @@ KNOWN_PUBLISHERS = (
 
 
 def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
-    """Read a file of published weights: the description of its detector, and its tensors under our names.
+    """Read a file of published weights; return the description of its detector, and its tensors under our names.
 
-    A file `<the same name>.names` beside it, one class a line, holds the class names if they are not those of COCO,
-    Pascal VOC or VG150; for scene graphs a file `.predicates` likewise.
+    If the classes are not those of COCO, Pascal VOC or VG150, their names are read from a file beside it with the same
+    name and the suffix `.names`, one class per line; those of predicates of scene graphs from a file `.predicates`.
 
     Raises:
-        BadInput: it cannot be read, or no known publisher uses the names of its tensors.
+        BadInput: the file cannot be read, or no known publisher uses the names of its tensors.
     """
     state = read_state(path)
     publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
@@ -59,12 +60,18 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
 
 
 def publishers() -> Iterator[Publisher | ModuleType]:
-    """Load every publisher of `toolkit.index.PUBLISHERS`; a module has the methods of a `Publisher` as functions."""
+    """Yield every publisher of `toolkit.index.PUBLISHERS`, which is loaded only when it is reached.
+
+    A publisher is a `Publisher`, or a module with the methods of a `Publisher` as functions.
+    """
     return map(index.load, index.PUBLISHERS)
 
 
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
-    """Return the lines of the file beside `path`, as many as the known names; without that file, the known names."""
+    """Return the lines of the file with `suffix` beside `path`; without such a file, the known names.
+
+    Raises BadInput if the numbers of names differ.
+    """
     file = path.with_suffix(suffix)
     if not file.is_file():
         return known
@@ -77,10 +84,10 @@ def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file by name; of a checkpoint with several sets of them, the averaged ones.
+    """Read the tensors of a file by name; if a checkpoint holds raw and averaged (EMA) weights, the averaged ones.
 
     Raises:
-        BadInput: its kind is not known, it is broken, or it holds objects beside tensors.
+        BadInput: the kind of the file is unknown, it is damaged, or it holds Python objects beside tensors.
     """
     ending = ".weights" if ".conv." in path.name else path.suffix.lower()  # Darknet's backbones: darknet53.conv.74
     if ending in index.WEIGHT_FILES:
@@ -89,8 +96,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
-    """Read a file of safetensors or PyTorch, as `read_state` does. setting: the one that names the file, for
-    messages."""
+    """Read the tensors of a file of safetensors or PyTorch by name; see `read_state`.
+
+    setting: key of the setting that names the file, for messages.
+    """
     if path.suffix.lower() == ".safetensors":
         try:
             return load_file(path)

@@ -1,9 +1,10 @@
-"""Distillation: a detector learns the maps and predictions of another one that is trained and does not change.
+"""Losses of distillation: a student detector learns the feature maps and predictions of a fixed, trained teacher.
 
-Maps: Cao et al., "PKD: general distillation framework for object detectors via Pearson correlation coefficient",
-NeurIPS 2022, arXiv 2207.02039, here with a 1 x 1 convolution from the student's channels to the teacher's, and moments
-of each image alone, so that accumulated batches equal one. Predictions of the DETR family: queries of both that are
-matched to the same object, as in Chang et al., "DETRDistill", ICCV 2023, arXiv 2211.10156, its target-aware part.
+Feature maps: Cao et al., "PKD: general distillation framework for object detectors via Pearson correlation
+coefficient", NeurIPS 2022, arXiv 2207.02039. Here a 1 x 1 convolution maps the student's channels to the teacher's, and
+means and variances are those of single images, so that accumulated batches give the same losses as one large batch.
+Predictions, in the DETR family: the queries of student and teacher that are matched to the same object are compared, as
+in the target-aware part of Chang et al., "DETRDistill", ICCV 2023, arXiv 2211.10156.
 """
 
 import hashlib
@@ -27,17 +28,20 @@ DISTILLATION_LOSSES = {
 
 
 class Distillation(nn.Module):
-    """The losses of a student beside a teacher; its parameters are 1 x 1 convolutions, for training alone.
+    """The losses of distillation from a teacher to a student.
 
-    The state dict has these and a hash of the teacher, but not its weights.
+    Its parameters are 1 x 1 convolutions, which are needed in training only. The state dict has these convolutions and
+    a hash of the teacher's weights, but not the weights themselves.
 
     Args:
-        teacher: in evaluation mode, on the device of the student.
-        source: where the teacher comes from, for messages.
-        student_classes, teacher_classes: names in the order of the labels.
+        student: the detector that is trained.
+        teacher: the trained detector, on the device of the student; its parameters are frozen here.
+        source: the origin of the teacher, for messages.
+        student_classes, teacher_classes: names of the classes in the order of the labels.
 
     Raises:
-        BadInput: other classes; the teacher does not take the student's batches; nothing to learn from it.
+        BadInput: student and teacher have different classes; the teacher cannot process the student's batches; or they
+            have neither feature maps of the same stride nor queries to compare.
     """
 
     def __init__(self, student: Detector, teacher: Detector, source: str, student_classes, teacher_classes):
@@ -66,21 +70,21 @@ class Distillation(nn.Module):
 
     @property
     def loss_names(self) -> list[str]:
-        """Return the names in `DISTILLATION_LOSSES` that apply to these two detectors."""
+        """The names in `DISTILLATION_LOSSES` that apply to these two detectors."""
         return list(DISTILLATION_LOSSES)[0 if self.maps else 1 : 3 if self.has_queries else 1]
 
     @property
     def default_weights(self) -> dict[str, float]:
-        """Return the weight of each loss that the settings do not give."""
+        """The weight of each loss, for those that the settings do not give."""
         return {name: DISTILLATION_LOSSES[name][0] for name in self.loss_names}
 
     @property
     def divided_by(self) -> dict[str, str]:
-        """Return what each loss is averaged over: "images" or "boxes"."""
+        """{name of a loss: "images" or "boxes"}, over which the loss is averaged."""
         return {name: DISTILLATION_LOSSES[name][1] for name in self.loss_names}
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict]:
-        """Return the optimizer group of the convolutions, or no group if there are no maps."""
+        """Return a list with the optimizer's parameter group of the convolutions; an empty list if there are none."""
         named = dict(self.named_parameters())
         group = {"name": "distillation", "params": list(named.values()), "param_names": list(named)}
         return [{**group, "lr": lr, "weight_decay": weight_decay}] if named else []
@@ -89,7 +93,10 @@ class Distillation(nn.Module):
         return {"teacher": self.source, "sha256": self.digest}
 
     def set_extra_state(self, state: Mapping[str, str]) -> None:
-        """Check that the checkpoint was trained with this teacher. Raises BadInput if it was another one."""
+        """Check that a checkpoint was trained with this teacher; nothing is set.
+
+        Raises BadInput if the hash of the teacher's weights in the checkpoint differs.
+        """
         if state["sha256"] != self.digest:
             raise BadInput(
                 f"loss.teacher {self.source}: its weights are not those of {state['teacher']} that the checkpoint was "
@@ -98,7 +105,10 @@ class Distillation(nn.Module):
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """Keep the student's next outputs and maps for `forward` inside the block. batch: the input of the student."""
+        """Record the student's outputs and feature maps during a `with` block, in which `forward` uses them.
+
+        batch: the batch that the student is run on in the block.
+        """
         student = self._both[0]
         with kept_maps(student.map_taps() if self.maps else []) as self._maps:
             self._batch = batch
@@ -114,7 +124,10 @@ class Distillation(nn.Module):
         self._outputs = outputs
 
     def forward(self) -> dict[str, Tensor]:
-        """Return the losses in float32, means over the images or boxes of the batch as in `DISTILLATION_LOSSES`."""
+        """Run the teacher on the batch of `watching`, and return the losses by name, in float32.
+
+        They are means over the images or boxes of the batch, see `DISTILLATION_LOSSES`.
+        """
         student, teacher = self._both
         batch = self._batch
         with torch.autocast(batch.images.device.type, enabled=False):
@@ -132,8 +145,11 @@ class Distillation(nn.Module):
 
 
 def correlation_loss(own: Tensor, taught: Tensor) -> Tensor:
-    """Return the mean of 1 - Pearson's correlation of two maps (B, C, h, w) over images and channels. The
-    correlation is over the positions of an image; the second map is resized to the first."""
+    """Return 1 - Pearson's correlation of two feature maps (B, C, h, w), averaged over images and channels.
+
+    The correlation is computed over the positions of a channel in an image. If the sizes h x w differ, `taught` is
+    resized to that of `own`.
+    """
     if own.shape != taught.shape:
         taught = interpolate(
             taught.float(),
@@ -152,9 +168,16 @@ def query_losses(
     theirs: tuple[Tensor, Tensor],
     targets: Sequence[Mapping],
 ) -> dict[str, Tensor]:
-    """Return the binary cross-entropy of class scores (B, Q, C) and the L1 distance of boxes (B, Q, 4) between the
-    queries of both detectors that are matched to the same object. Sums are divided by the number of boxes of
-    `targets`."""
+    """Return the losses of predictions: binary cross-entropy of class scores and L1 distance of boxes, between the
+    queries of student and teacher that are matched to the same object.
+
+    Sums are divided by the number of boxes in `targets`.
+
+    Args:
+        own, theirs: class scores (B, Q, C) in [0, 1] and boxes (B, Q, 4), cxcywh as fractions of the image, of the
+            student and of the teacher, for Q queries; Q may differ.
+        targets: one for each image.
+    """
     from toolkit.detectors.detr.detr_criterion import pad_targets  # imports scipy, which other detectors do not need
 
     padded = pad_targets(targets, own[0].device, torch.float32)
@@ -181,7 +204,7 @@ def _scores_and_boxes(detector: Detector, outputs: Mapping) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
-    """Return (B, T) the query that is matched to each object of `PaddedTargets` by DETR's costs; -1: none."""
+    """Return (B, T): the query that DETR's costs match to each of the T objects of `PaddedTargets`; -1: no query."""
     from toolkit.detectors.detr.detr_criterion import MatchingCosts, assign_queries
 
     labels = padded.labels[:, None].expand(-1, scores.shape[1], -1)
@@ -197,7 +220,7 @@ def _query_of_each(scores: Tensor, boxes: Tensor, padded) -> Tensor:
 
 
 def state_digest(module: nn.Module) -> str:
-    """Return the SHA-256 of the weights by name, independent of device and file format."""
+    """Return the SHA-256 of a module's state dict, which does not depend on device and file format."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

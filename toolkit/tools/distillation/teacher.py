@@ -1,4 +1,4 @@
-"""The teacher of a distillation."""
+"""Opens the teacher of a distillation."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,16 @@ from toolkit.tools.predict.open import open_own_detector
 
 
 def open_teacher(source: str, student: Detector, class_names: Sequence[str], one_size: bool) -> Distillation:
-    """Build the losses of `student` beside the detector of a run, a checkpoint or a `final/` folder.
+    """Open the teacher and return the losses of distillation from the teacher to `student`.
 
-    class_names: of the data. one_size: all images of a batch have one size, without padding. Raises BadInput as
-    `Distillation`; a detector that takes no padding, if batches are padded; a model of transformers.
+    Args:
+        source: run, checkpoint or `final/` folder of the teacher.
+        class_names: names of the classes of the data, in the order of the labels.
+        one_size: all images of a batch have the same size, without padding.
+
+    Raises:
+        BadInput: the teacher is a model of transformers, or needs images without padding while batches are padded; or
+            see `Distillation`.
     """
     opened = open_own_detector(source)
     if opened is None:

@@ -1,4 +1,4 @@
-"""Inspection of a data set beyond its single records: leakage, duplicates, classes and sizes; and a cleaned copy."""
+"""Inspects a data set for leakage between splits, duplicates, classes and sizes, and writes a cleaned copy."""
 
 import itertools
 import json
@@ -25,7 +25,14 @@ RARE_SHARE = 0.01  # share of all boxes
 
 @dataclass
 class Finding:
-    """One finding. severity: "error", "warning" or "note"; items: every place, as values for JSON."""
+    """A finding about a data set.
+
+    Attributes:
+        severity: "error", "warning" or "note".
+        kind: a short name, such as "small boxes".
+        message: a sentence.
+        items: every place that the finding is about, as JSON values.
+    """
 
     severity: str
     kind: str
@@ -35,8 +42,16 @@ class Finding:
 
 @dataclass
 class SplitSummary:
-    """Contents of a split. sizes_px: quantiles (5, 25, 50, 75, 95 %) of the square root of a box's area at the input
-    size."""
+    """A summary of the contents of a split.
+
+    Attributes:
+        images, boxes, crowds: their numbers; boxes are without crowds.
+        background: number of images without a box.
+        largest_count: largest number of boxes in an image.
+        classes: {name of the class: {"boxes": number, "images": number}}.
+        sizes_px: the 5, 25, 50, 75 and 95 % quantiles of the square root of a box's area, in pixels of the images that
+            the network gets; empty without boxes.
+    """
 
     images: int
     background: int
@@ -49,7 +64,14 @@ class SplitSummary:
 
 @dataclass
 class Inspection:
-    """Findings, a summary of each split, and what `clean_copy` needs: images and boxes to leave out, with reasons."""
+    """The result of the inspection of a data set.
+
+    Attributes:
+        findings: all findings.
+        splits: a summary of each split by its name.
+        drop_images: {(split, row of the image): reason} of the images that `clean_copy` leaves out.
+        drop_boxes: {(split, row of the image): {position of the box in the image: reason}}, likewise.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     splits: dict[str, SplitSummary] = field(default_factory=dict)
@@ -58,7 +80,7 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 without warnings, 1 with warnings, 2 with errors."""
+        """The exit code of the inspection: 0 without warnings and errors, 1 with warnings, 2 with errors."""
         worst = {finding.severity for finding in self.findings}
         return 2 if "error" in worst else 1 if "warning" in worst else 0
 
@@ -82,9 +104,11 @@ def inspect_tables(
     """Inspect all splits of a data set together.
 
     Args:
-        tables: by the name of the split; read with on_error "drop", so that they carry their problems.
-        image_hw: height and width in pixels that images are trained at, for the sizes of boxes.
-        compare: decode the images to find those that are the same or look alike.
+        tables: the data tables by the name of the split. They must be read with on_error "drop", so that they hold the
+            problems of their records.
+        image_hw: height and width in pixels of the images that the network gets, for the sizes of boxes.
+        cache_dir: root of the cache for the comparison of images; None: the default.
+        compare: decode all images to find images that are the same or look alike.
     """
     result = Inspection()
     for split, table in tables.items():
@@ -183,10 +207,13 @@ def _given_twice(
 
 
 def near_boxes(boxes: np.ndarray, labels: np.ndarray, plain: np.ndarray) -> list[tuple[int, int]]:
-    """Return pairs (first, second) of boxes (N, 4) xyxy of one class that overlap by more than `NEAR_BOX_IOU`, without
-    crowds.
+    """Return pairs (first, second) of boxes of one class whose IoU is above `NEAR_BOX_IOU`, as indices.
 
-    A box is the second of one pair at most; a second box is never the first of another pair.
+    A box is the second in at most one pair; the second of a pair is in no other pair as the first.
+
+    Args:
+        boxes, labels: (N, 4) xyxy and (N,), of one image.
+        plain: (N,) bool, False for crowd regions, which are left out.
     """
     if len(boxes) < 2:
         return []
@@ -276,8 +303,8 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
 
 
 def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of images with the same bytes: each with the first one of its split, and the first ones of two
-    splits."""
+    """Yield pairs of a group of images with the same bytes: each image with the first of its split, and the first
+    images of any two splits."""
     firsts: dict[str, int] = {}
     for index, split in zip(group, splits, strict=True):
         if split in firsts:
@@ -300,12 +327,12 @@ def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
 
 
 def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:
-    """Write the splits as a COCO folder without the faults that were found, and return the log with one line for each
-    change.
+    """Write the splits as a COCO data set to the folder `out`, without the faults that the inspection found, and return
+    a log with one line for each change.
 
-    It leaves out unusable records, images that lose all their objects by that, images that are in another split or
-    twice in one, boxes given twice, and classes without a box. It keeps repairs, such as clipped boxes. Files get the
-    suffix of their content. `changes.txt` in the folder has the log.
+    It leaves out unusable records, images without any usable record, images that are in another split or twice in one,
+    boxes given twice, and classes without a box. Repairs made on reading, such as clipped boxes, are kept. Image files
+    get the suffix of their format. The log is also written to `changes.txt` in the folder.
     """
     log = []
     unused = next(

@@ -1,13 +1,13 @@
-"""Search for identical and near-duplicate images, by bytes and by appearance, and splits that do not separate them.
+"""Finds identical and near-duplicate images, by bytes and by appearance, and splits data so that these stay together.
 
 An image's signature is a digest of its encoded bytes and a thumbnail of 16 x 16 grey values. Two images look alike if
-54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails, without their
-mean, have a correlation of 0.97. Frames of one video a moment apart do; other views of one thing do not. Up to 20,000
-images all pairs are compared; above that, those whose signs agree in one of seven parts, which finds all pairs with up
-to 6 signs that differ and 94 % of those with 9.
+at least 54 of 64 signs (is a cell brighter than its right neighbour, on 8 x 8 cells) agree and the thumbnails have a
+correlation of at least 0.97. Frames of a video a moment apart look alike; different views of one object do not. Up to
+20,000 images, all pairs are compared. Above that, only pairs whose signs agree in one of seven parts are compared,
+which finds all pairs with up to 6 different signs and 94 % of those with 9.
 
-N pictures of one fixed camera are N² / 2 pairs. Above a million only a subset with the same meaning is kept: for each
-image one partner in each split, and a spanning forest of the groups.
+N pictures of one fixed camera are N² / 2 pairs. Above a million pairs, only a subset is kept that gives the same
+groups: for each image one partner in each split, and a spanning forest of the groups.
 """
 
 import contextlib
@@ -50,7 +50,9 @@ SHARE_TOLERANCE = 0.1  # tolerated deviation from the share to be held out, rela
 class ImageSignatures:
     """Signatures of N images.
 
-    digests: (N,) bytes of 16; thumbnails: (N, 16, 16) uint8, black for an image that cannot be decoded.
+    Attributes:
+        digests: (N,) hashes of the encoded bytes, as hex digits.
+        thumbnails: (N, 16, 16) uint8 grey values, black for an image that cannot be decoded.
     """
 
     digests: np.ndarray
@@ -61,7 +63,7 @@ class ImageSignatures:
 
 
 def thumbnail_of(image: torch.Tensor) -> np.ndarray:
-    """Return (16, 16) uint8: mean grey values of the cells of an image uint8 (3, H, W)."""
+    """Return the thumbnail of an image uint8 (3, H, W): (16, 16) uint8, the mean grey values of 16 x 16 cells."""
     height, width = image.shape[-2:]
     step = max(1, min(height, width) // 128)  # a sample of the pixels is enough for a mean
     grey = image[:, ::step, ::step].float().mean(0)
@@ -70,9 +72,9 @@ def thumbnail_of(image: torch.Tensor) -> np.ndarray:
 
 
 def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) -> ImageSignatures:
-    """Return digests and thumbnails of a table's images, decoded in parallel once and cached by the table's content.
+    """Return digests and thumbnails of a table's images, which are decoded in parallel.
 
-    The cache holds while no file changed its size or time.
+    They are cached by the content of the table, and by the sizes and modification times of the image files.
     """
     root = table.image_root
     key = hashlib.blake2b(f"looks {CACHE_VERSION} {table.fingerprint}".encode(), digest_size=16)
@@ -145,7 +147,7 @@ def _signatures_in(file: Path, count: int) -> ImageSignatures:
 
 
 def same_files(signatures: ImageSignatures) -> list[list[int]]:
-    """Return groups, of two or more, of images with the same bytes."""
+    """Return all groups of two or more images with the same bytes, as lists of indices."""
     _, inverse, counts = np.unique(signatures.digests, return_inverse=True, return_counts=True)
     order = np.argsort(inverse, kind="stable")
     starts = np.cumsum(counts) - counts
@@ -153,13 +155,13 @@ def same_files(signatures: ImageSignatures) -> list[list[int]]:
 
 
 def alike_pairs(signatures: ImageSignatures, splits: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """Return pairs (i < j) of images that look alike.
+    """Return pairs of indices (i < j) of images that look alike.
 
-    Of images with the same bytes only the first one is compared with others; each of the rest is paired with it, so
-    that thousands of copies are thousands of pairs and not millions.
+    Of images with the same bytes, only the first is compared with other images, and each of the rest is paired with the
+    first, so that thousands of copies are thousands of pairs and not millions.
 
     Args:
-        splits: (N,) int64, the split of each image; None: all are of one.
+        splits: (N,) int64, the number of the split of each image; None: all images are in one split.
     """
     firsts = np.sort(np.unique(signatures.digests, return_index=True)[1])
     kept = _Pairs(np.zeros(len(firsts), np.int64) if splits is None else splits[firsts])
@@ -216,7 +218,7 @@ class _Pairs:
 
 
 def groups(count: int, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return (count,) int64: the smallest index of the connected component of each image."""
+    """Return (count,) int64: for each image, the smallest index in its connected component of the graph of pairs."""
     from scipy.sparse.csgraph import connected_components
 
     group = connected_components(_adjacency(count, np.array(pairs, np.int64).reshape(-1, 2)), directed=False)[1]
@@ -234,7 +236,12 @@ def hold_out(
     share: float | Fold,
     cache_dir: str | Path | None = None,
 ) -> tuple[DetectionTable, DetectionTable]:
-    """Return (rest, about `share` or this fold of a table), cached; images that look alike stay together."""
+    """Split a table into a rest and a part to hold out, and return the tables (rest, part).
+
+    Images that look alike stay together. The tables are cached.
+
+    share: the part: a share of the images, from 0 to 1, which is met approximately; or a fold.
+    """
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
     name = f"{table.fingerprint}-{amount}-{{}}-{CACHE_VERSION}.json"
@@ -251,17 +258,17 @@ def hold_out(
 
 
 def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
-    """Choose the images to hold out, about `share` of them, as a function of the images' bytes alone; return (N,) bool.
+    """Choose about `share` of the images to hold out, from the images' bytes alone; return a bool mask (N,).
 
-    Each group of images that look alike is held out or not as a whole. Groups are taken in the order of a number in
-    [0, 1) that their digests give them: those below `share`; or, where this misses the share by more than a tenth of
-    it, because there are few groups or a large one, each that brings what is held out closer to the share.
+    Each group of images that look alike is held out or kept as a whole. The digests of a group give it a number in
+    [0, 1), by which groups are ordered. The groups with numbers below `share` are held out. If these miss the share by
+    more than a tenth of it, because groups are few or large, each group in turn is held out if this brings the number
+    of held-out images closer to the share.
 
-    The order does not change when images are added: nearly all stay where they were, and of groups of one size those at
-    the border change over from one side alone. An image that joins a group can move that group, and a group that was
-    too large for the share can be taken when there are more images.
+    The order does not change when images are added, so that nearly all images stay on their side. Exceptions are groups
+    at the border, a group that an added image joins, and a group that was too large for the share before.
 
-    Raises BadInput: nothing would be held out, or nothing left.
+    Raises BadInput if all images look alike.
     """
     member, fractions = _places(signatures, share)
     order = sorted(fractions, key=fractions.get)
@@ -275,9 +282,9 @@ def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
 
 
 def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
-    """Choose the groups that in turn bring the sum of the sizes taken closer to a number; return (G,) bool.
+    """Take each of G groups in turn if it brings the sum of the sizes taken closer to `wanted`; return a mask (G,).
 
-    sizes: (G,) of the groups. At least one group is taken, the smallest, and one is left.
+    sizes: (G,) sizes of the groups. At least one group is taken (the smallest, if no other is), and one is left.
     """
     is_taken = np.zeros(len(sizes), bool)
     held = 0
@@ -292,10 +299,10 @@ def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
 
 
 def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
-    """Return (N,) int64: the fold of each image, from 0, a function of the images' bytes alone.
+    """Return (N,) int64: the fold of each image, counted from 0, chosen from the images' bytes alone.
 
-    Folds have about the same number of images; images that look alike are in one fold. Raises BadInput: a fold would be
-    empty.
+    folds: the number of folds. They have about the same number of images, and images that look alike are in the same
+    fold. Raises BadInput if a fold would be empty.
     """
     member, fractions = _places(signatures, f"1/{folds}")
     place = np.array([fractions[group] for group in member.tolist()])

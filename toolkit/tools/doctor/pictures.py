@@ -1,4 +1,4 @@
-"""Pictures of a data set: samples of each class, and positions, sizes and aspect ratios of boxes."""
+"""Draws pictures of a data set: samples of each class, and positions, sizes and aspect ratios of boxes."""
 
 import math
 import re
@@ -24,7 +24,13 @@ TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # i
 
 
 def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
-    """Write `samples_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png`, and return the files."""
+    """Write `samples_<label>_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png` to a folder, and return
+    the files.
+
+    Args:
+        tables: the data tables by the name of the split; samples are drawn from the first one.
+        image_hw: height and width in pixels of the images that the network gets, for the sizes of boxes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
     truth = first.boxes()
@@ -48,8 +54,8 @@ def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], f
 
 
 def draw_batch(batch: Batch, class_names: list[str], file: Path) -> Path:
-    """Draw a grid of the images of a training batch (uint8) with their boxes, as the model gets them, and return the
-    file."""
+    """Draw the images (uint8) of a training batch with their boxes in a grid, as the model gets them, to a file, and
+    return the file."""
     tiles = []
     for image, (height, width), target in zip(batch.images, batch.sizes.tolist(), batch.targets, strict=True):
         tiles.append(picture_with_boxes(image[:, :height, :width], target, class_names, TILE_SIDE_PX))
@@ -130,7 +136,8 @@ def _histogram(values: Mapping[str, np.ndarray], label: str, file: Path) -> Path
 
 
 def ticks_of(low: float, high: float) -> list[float]:
-    """Return round numbers between two positive ones for a logarithmic axis, far enough apart for their labels."""
+    """Return round numbers between `low` and `high`, both above 0, as ticks of a logarithmic axis with room for labels.
+    """
     decades = 10.0 ** np.arange(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     apart = (high / low) ** LABEL_WIDTH
     for steps in TICKS:

@@ -1,4 +1,5 @@
-"""The command that trains on inspected data: the role of each split, and the recipe that suits this machine."""
+"""Makes the command that trains on inspected data, with the role of each split and the recipe that suits this machine.
+"""
 
 import re
 import shlex
@@ -13,9 +14,11 @@ from toolkit.tools.doctor.inspection import Inspection
 
 @dataclass(frozen=True)
 class Source:
-    """One source that was given: a folder, an annotation file, or the split of a named data set.
+    """A source of data that the user gave: a folder, an annotation file, or the split of a named data set.
 
-    splits: those of a folder, else ().
+    Attributes:
+        given: the text that the user gave.
+        splits: names of the splits in a folder; () for anything else.
     """
 
     given: str
@@ -23,13 +26,13 @@ class Source:
 
     @property
     def is_split(self) -> bool:
-        """Return whether this is a folder of several splits, and not a single split such as a file or a folder
-        without splits."""
+        """Whether this is a folder with named splits, and not a single split (a file, or a folder without splits)."""
         return bool(self.splits) and self.splits != (UNSPLIT,)
 
     @property
     def split(self) -> str | None:
-        """Return the split that the name stands for; for a file whose name does not tell, that of its folder."""
+        """The split that the name of the file or folder stands for, such as "train"; for a file whose name stands for
+        none, the split that the name of its folder stands for; None if there is none either."""
         path = Path(self.given).expanduser().absolute()
         of_folder = split_of(path.parent.name) if path.is_file() else None
         return split_in_name(path.name) or of_folder
@@ -37,8 +40,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that name the training, validation and test data, and the sources or splits that the settings leave
-    out."""
+    """The choice of the training, validation and test data.
+
+    Attributes:
+        settings: settings by key that name these data.
+        unused: the sources or splits that are not used.
+    """
 
     settings: dict[str, str]
     unused: tuple[str, ...] = ()
@@ -53,8 +60,10 @@ def command_for(
     """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
     Args:
-        reading: further settings of the group `data`; those that are None are left out.
-        script: the training script; None: the one that suits this machine.
+        sources: the data that the user gave.
+        inspection: the inspection of these data.
+        reading: further settings of the group `data` by key; None values are left out.
+        script: name of the training script; None: the script that suits this machine.
     """
     kinds = {finding.kind for finding in inspection.findings if finding.severity == "error"}
     if "background" in kinds:
@@ -81,7 +90,7 @@ def command_for(
 
 
 def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
-    """Choose the data for training, validation and test. Returns a sentence if none can be chosen.
+    """Choose the data for training, validation and test; return a sentence that says why if no choice is possible.
 
     has_name: the sources are splits of a named data set, not files.
     """
@@ -146,11 +155,12 @@ def _name_of_run(sources: Sequence[Source], name: object) -> str:
 
 
 def recipe_for(asked: str | None) -> tuple[str, str, str]:
-    """Return (training script, its settings file for this machine, the reason), with paths relative to the current
-    folder.
+    """Return the training script, its settings file for this machine, and the reason for the choice, or "".
 
-    asked: the script; None: RT-DETR-v2 from trained weights, or without them or a GPU the small detector that finds
-    most after minutes, a Faster R-CNN (configs/README.md).
+    Paths are relative to the current folder if they lie below it.
+
+    asked: name of the script; None: RT-DETR-v2 from trained weights; or, without a GPU or a network to download these
+    weights, a small Faster R-CNN, which finds most after minutes of training (configs/README.md).
     """
     from huggingface_hub import constants
 

@@ -1,7 +1,7 @@
-"""Exported detectors: from pixels to boxes in one file, verified against PyTorch.
+"""Exports detectors to files that compute boxes from pixels, and verifies the files against PyTorch.
 
-graph: a detector as one function; faster_rcnn: the same for two stages. operators: two custom operators. files: writing
-and running files, and their metadata. check: comparison with PyTorch.
+graph: a detector as one function; faster_rcnn: the same for Faster R-CNN. operators: two custom operators.
+exported_files: writes and runs files, and their metadata. check: comparison with PyTorch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from toolkit.tools.export.graph import copy_for_files, detector_meant, make_grap
 
 
 def check_exportable(detector: nn.Module) -> None:
-    """Raise BadInput for a detector that cannot be exported, such as one of your own."""
+    """Raise BadInput if a detector cannot be exported, because its class does not set `exported_sides`."""
     if not getattr(detector_meant(detector), "exported_sides", ""):
         raise BadInput(
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
@@ -41,22 +41,24 @@ def export_detector(
     grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Path], nn.Module]:
-    """Write `model.onnx` and `model.pt2` of a detector, which is not changed.
+    """Write `model.onnx` and `model.pt2` of a detector to a folder; the detector is not changed.
 
     Args:
-        formats: of "onnx", "torch".
-        size: what images are resized to before, as `toolkit.data.pipeline.processor_size`.
-        source: description of where the detector comes from.
-        top_k: rows of an image; None: 300, or `max_detections` where that is more.
-        max_detections: rows of an image that an evaluation keeps; None: as many as of the detector.
-        grid_sample: whether the files may have that operator, see `trace`.
-        say: called at each stage, which may take a minute.
+        formats: the files to write: "onnx" (model.onnx), "torch" (model.pt2).
+        categories: classes in the order of the labels.
+        size: the size to which the user of a file must resize images, see `toolkit.data.pipeline.processor_size`.
+        source: the origin of the detector, for the metadata.
+        score_threshold: score from which detections are meant to be used, for the metadata.
+        top_k: number of detections (rows) that a file returns for an image; None: 300, or `max_detections` if larger.
+        max_detections: number of detections of an image that an evaluation keeps; None: the detector's own.
+        grid_sample: whether the files may contain the operator GridSample, see `trace`.
+        say: called with a text at each stage, which may take a minute.
 
     Returns:
         the files by format, and the function that was exported, a `PixelsToBoxes` on the CPU.
 
     Raises:
-        BadInput: `check_exportable`; a detector that is exported for one size, with images of many.
+        BadInput: see `check_exportable` and `trace_hw`.
     """
     check_exportable(detector)
     detector = copy_for_files(detector)
@@ -114,10 +116,16 @@ def export_final(
     say: Callable[[str], None] = print,
     max_detections: int | None = None,
 ) -> str:
-    """Export ONNX and torch.export files beside the final weights in `folder`, and return lines with their errors.
+    """Write ONNX and torch.export files to `folder`, which holds the final weights, and return a text with the largest
+    differences of each file from PyTorch.
 
-    images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch. Raises BadInput as
-    `export_detector`, RuntimeError for a file whose outputs differ from PyTorch's.
+    Args:
+        images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch.
+        categories, size, say, max_detections: see `export_detector`.
+
+    Raises:
+        BadInput: see `export_detector`.
+        RuntimeError: the outputs of a file differ from PyTorch's by more than rounding.
     """
     written, graph = export_detector(
         detector,

@@ -1,4 +1,4 @@
-"""Verification of exported files against PyTorch: the same outputs, and the same AP on labelled data."""
+"""Verifies that exported files compute the same outputs as PyTorch, and measures their speed."""
 
 import statistics
 import timeit
@@ -20,8 +20,13 @@ BATCH_SIZES = (1, 2, 5)
 
 @dataclass
 class OutputDifference:
-    """Distance between two sets of detections. matched: share of the rows of the first set that the second has too;
-    score, box: the largest differences among those, the box in units of the image's longer side."""
+    """The difference between two sets of detections on the same images.
+
+    Attributes:
+        matched: share of the detections in the first set that the second set has too.
+        score, box: largest differences of a score and of a box coordinate among these detections; the coordinate in
+            units of the image's longer side.
+    """
 
     matched: float
     score: float
@@ -36,8 +41,15 @@ class OutputDifference:
 
 
 def check_against_pytorch(graph: nn.Module, path: Path, images: Tensor) -> OutputDifference:
-    """Compare an exported file with PyTorch on these images. Raises RuntimeError if they differ by more than
-    rounding."""
+    """Compare an exported file with PyTorch on some images, and return the difference of the detections.
+
+    Args:
+        graph: the exported function in PyTorch, see `toolkit.tools.export.graph.PixelsToBoxes`.
+        path: the exported file.
+        images: uint8 (B, 3, H, W).
+
+    Raises RuntimeError if less than `MIN_MATCHED_SHARE` of the detections agree up to rounding.
+    """
     with torch.no_grad():
         expected = graph(images)
     outputs = open_exported(path, trusted=True)[0](images.numpy())
@@ -52,9 +64,14 @@ def check_against_pytorch(graph: nn.Module, path: Path, images: Tensor) -> Outpu
 
 
 def compare_outputs(expected, outputs, side: int) -> OutputDifference:
-    """Compare the boxes, scores and labels of two runs; rows are matched, since equal scores come in any order.
+    """Compare two sets of detections on the same images.
 
-    A row is found again when a row of its label has its score and its box, each within its tolerance.
+    Detections are matched, because equal scores come in any order: two match if their labels are equal, their scores
+    differ by at most `SCORE_TOLERANCE`, and their boxes by at most `BOX_TOLERANCE`.
+
+    Args:
+        expected, outputs: boxes (B, K, 4), scores (B, K) and labels (B, K) of each set, for K rows per image.
+        side: longer side of the images in pixels.
     """
     boxes, scores, labels = expected
     unit = boxes.abs().amax(-1).clamp(min=side)  # a box far outside is compared in its own size
@@ -79,16 +96,20 @@ def compare_outputs(expected, outputs, side: int) -> OutputDifference:
 
 
 def batches_agree(graph: nn.Module, path: Path, images: Tensor) -> dict[int, OutputDifference]:
-    """Run `check_against_pytorch` for batches of each size in `BATCH_SIZES`, which repeat the given images."""
+    """Call `check_against_pytorch` for batches of each size in `BATCH_SIZES`, made of the given images, which are
+    repeated if necessary; return the difference by batch size."""
     rows = {size: torch.arange(size) % len(images) for size in BATCH_SIZES}
     return {size: check_against_pytorch(graph, path, images[index].contiguous()) for size, index in rows.items()}
 
 
 def milliseconds(open_runner: Callable, images: np.ndarray, cases: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Measure milliseconds per image, the median of seven runs, by description of the case (images of a batch,
-    threads).
+    """Return the milliseconds per image, the median of seven runs, by the description of the case.
 
-    open_runner: makes the runner, which takes the number of threads that PyTorch has when it is made.
+    Args:
+        open_runner: function that makes the runner of the model, see `toolkit.tools.export.exported_files`; the runner
+            uses as many threads as PyTorch has at that time.
+        images: uint8 (N, 3, H, W).
+        cases: pairs of batch size and number of threads.
     """
     threads = torch.get_num_threads()
     found = {}

@@ -1,4 +1,4 @@
-"""Exported detectors as files: ONNX, torch.export, OpenVINO.
+"""Writes and runs exported detectors as files of ONNX, torch.export and OpenVINO.
 
 A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
 `toolkit.tools.export.graph.PixelsToBoxes`.
@@ -31,13 +31,19 @@ MIN_TOP_K = 300  # detections of an image that a prediction keeps by default
 class ExportMetadata:
     """Metadata of an exported detector, written as JSON under `METADATA_KEY`.
 
-    categories: classes in the order of the labels, with the ids that the training data gave them.
-    size: what an image is resized to before, bilinear with antialiasing, as transformers' processors spell it; None:
-        images keep their size.
-    sides: images that the file takes, "any", "multiples" of `stride`, or "fixed": those of `size`.
-    score_threshold: from which on detections are meant to be used.
-    top_k: rows of an image. source: what was exported. max_detections: rows of an image that an evaluation keeps.
-    predicates: names, of a scene graph.
+    Attributes:
+        architecture: name of the detector in this toolkit.
+        categories: classes in the order of the labels, with the ids that they have in the training data.
+        size: the size to which the user must resize images, bilinear with antialiasing, in the form of transformers'
+            processors; None: images keep their size.
+        sides: image sides that the file accepts: "any", "multiples" of `stride`, or "fixed": those of `size`.
+        stride: see `sides`, in pixels.
+        score_threshold: score from which detections are meant to be used.
+        top_k: number of rows that the file returns for an image: detections, or relations of a scene graph.
+        source: the origin of the detector.
+        image: description of the input.
+        max_detections: number of detections of an image that an evaluation keeps.
+        predicates: names of the predicates of a scene graph; empty for a detector.
     """
 
     architecture: str
@@ -62,7 +68,10 @@ class ExportMetadata:
 
     @classmethod
     def from_text(cls, text: str | None, path) -> "ExportMetadata":
-        """Read the metadata from JSON. Raises BadInput for a file that this toolkit did not write."""
+        """Parse the metadata from JSON text, None if the exported file has no metadata.
+
+        path: the exported file, for messages. Raises BadInput if this toolkit did not write the metadata.
+        """
         try:
             entries = json.loads(text or "")
             entries["categories"] = [Category(entry["id"], str(entry["name"])) for entry in entries["categories"]]
@@ -78,12 +87,12 @@ class ExportMetadata:
 
 
 def write_program(program: torch.export.ExportedProgram, path: Path, about: ExportMetadata) -> None:
-    """Write a `.pt2` file of torch.export."""
+    """Write a program of torch.export with its metadata to a `.pt2` file."""
     torch.export.save(program, path, extra_files={METADATA_KEY: about.to_text()})
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: ExportMetadata) -> None:
-    """Write one ONNX file of opset 18."""
+    """Write a program of torch.export with its metadata to an ONNX file of opset 18. The program is changed by it."""
     optimizer = import_extra("onnxscript", "onnx", "ONNX files").optimizer
     from toolkit.tools.export.operators import TRANSLATIONS
 
@@ -101,13 +110,13 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: ExportM
 def write_openvino(
     onnx: Path, path: Path, about: ExportMetadata, calibration: Iterable[np.ndarray] | None = None
 ) -> None:
-    """Write `path` (.xml) and its weights (.bin).
+    """Convert an ONNX file to OpenVINO: `path` (.xml), and the weights beside it (.bin).
 
-    calibration: batches of images uint8 (B, 3, H, W); the network is then in int8, with ranges that these show.
-        Everything after the network (decoding, suppression) is not changed.
+    calibration: batches of images uint8 (B, 3, H, W), by which the network is quantised to int8; None: it is not.
+        Everything after the network (decoding, suppression) is never quantised.
 
     Raises:
-        BadInput: a package is not installed.
+        BadInput: a necessary package is not installed.
     """
     openvino = import_extra("openvino", "openvino", "OpenVINO files")
     model = openvino.convert_model(onnx)
@@ -130,11 +139,12 @@ def write_openvino(
 def open_exported(path: Path, trusted: bool = False) -> tuple[Runner, ExportMetadata]:
     """Return a runner of an exported file on the CPU, and the file's metadata.
 
-    trusted: this process wrote it, or a person said so; see `toolkit.base.imports`.
+    trusted: this process has written the file, or a person trusts it; a `.pt2`, which can hold code, is loaded only
+        then, or if files are trusted in general, see `toolkit.base.imports`.
 
     Raises:
-        BadInput: no such file, a file that `scripts/export.py` did not write, a `.pt2` that is not trusted, or the
-            program that runs it is not installed.
+        BadInput: the file does not exist, was not written by `scripts/export.py`, is a `.pt2` that is not trusted, or
+            the package that runs it is not installed.
     """
     path = Path(path)
     if not path.is_file():
@@ -151,7 +161,7 @@ def open_exported(path: Path, trusted: bool = False) -> tuple[Runner, ExportMeta
 
 
 def runner_of(module: Callable) -> Runner:
-    """Return the runner of a function of PyTorch."""
+    """Return a runner that calls a PyTorch function or module, which takes and returns CPU tensors."""
 
     @torch.no_grad()
     def run(images: np.ndarray):

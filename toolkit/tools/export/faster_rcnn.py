@@ -1,5 +1,6 @@
-"""Faster R-CNN as a function from pixels to boxes. The first stage, whose number of proposals varies, has a fixed
-number of rows, where a score of 0 means that there is none; the second stage is the detector's own."""
+"""Faster R-CNN as one function from pixels to boxes, which exporters can trace. The first stage, whose number of
+proposals varies, returns a fixed number of rows here; rows with a score of 0 are empty. The second stage is the
+detector's own."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from toolkit.tools.export.operators import roi_align_where
 
 
 class FasterRcnnGraph(PixelsToBoxes):
-    """Faster R-CNN as a function, for images of any size."""
+    """Faster R-CNN as one function from pixels to boxes, for images of any size; see `PixelsToBoxes`."""
 
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__(detector, top_k)
@@ -41,7 +42,8 @@ class FasterRcnnGraph(PixelsToBoxes):
         )
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the boxes (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty rows."""
+        """Return P boxes per image (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty
+        rows."""
         detector = self.detector
         rpn = self.detector.rpn
         anchors, logits, deltas, per_level = detector._predict_anchors(features)
@@ -76,8 +78,14 @@ class FasterRcnnGraph(PixelsToBoxes):
 
 
 def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) -> Tensor:
-    """Return features (B * P, C, 7, 7): each box of (B, P, 4) that is `real` (B, P), pooled by `pool` from the map
-    that fits its size; 0 for the other boxes."""
+    """Return pooled features (B * P, C, h, w) of P boxes per image, h and w being the output size of `pool`.
+
+    Args:
+        pool: says which feature map is used for the size of a box, and how.
+        features: feature maps by name.
+        boxes: (B, P, 4) xyxy in pixels.
+        real: (B, P) bool; the features of boxes with False are 0.
+    """
     maps = [features[name] for name in pool.featmap_names]
     batch, count = real.shape
     image = torch.arange(batch, device=boxes.device)[:, None].expand(-1, count).flatten()

@@ -20,11 +20,14 @@ MAX_SIDE = 16384
 
 
 class PixelsToBoxes(nn.Module):
-    """A detector in evaluation mode with everything before and after its network.
+    """A detector in evaluation mode as one function, with everything before and after its network.
 
-    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K),
-    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Images have the
-    sides that the detector's `exported_sides` says, or one size where that is below `smallest_side`.
+    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K) and
+    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1.
+
+    Attributes:
+        sides: image sides that the function accepts, see `exported_sides` of `Detector`.
+        smallest_side: smallest side in pixels for which the function can be traced for several image sizes.
     """
 
     def __init__(self, detector: nn.Module, top_k: int):
@@ -36,7 +39,10 @@ class PixelsToBoxes(nn.Module):
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
     def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs of the detector's `decode` for images whose sides are multiples of its stride."""
+        """Return boxes, scores and labels of the detector's `decode`; sides of images must be multiples of its stride.
+
+        sizes: (B, 2) height and width without padding.
+        """
         return self.detector.decode(
             self.detector(images, sizes),
             sizes,
@@ -69,9 +75,10 @@ class PixelsToBoxes(nn.Module):
 
 
 def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `count` rows of highest score of each image, best first, filled up with zeros.
+    """Return the `count` rows of each image with the highest scores, best first; missing rows are filled with zeros.
 
-    Exporters have no stable sort, so that the order of exactly equal scores depends on the runtime.
+    boxes are (B, K, 4), scores and labels (B, K). Exporters have no stable sort, so the order of equal scores depends
+    on the runtime.
     """
     more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
     boxes = pad(boxes, (0, 0, 0, more))
@@ -82,9 +89,9 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Ten
 
 
 def copy_for_files(detector: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode that computes as a file does: on the CPU, in float32, with contiguous weights.
+    """Return a copy of a detector for export: on the CPU, in float32, in evaluation mode, with contiguous weights.
 
-    Training leaves weights in channels last, which torch.export warns about in every file.
+    Training leaves weights in the memory format channels_last, about which torch.export warns in every file.
     """
     detector = copy.deepcopy(detector).float().eval()
     vars(detector).pop("forward", None)  # Accelerate's, under autocast
@@ -92,8 +99,7 @@ def copy_for_files(detector: nn.Module) -> nn.Module:
 
 
 def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
-    """Return the function of this detector, or of the detector inside a scene graph model. That detector stays in
-    evaluation mode."""
+    """Return a detector, or the detector inside a scene graph model, as one function; it is set to evaluation mode."""
     from toolkit.detectors.faster_rcnn.model import FasterRCNN
     from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
 
@@ -110,11 +116,17 @@ def detector_meant(detector: nn.Module) -> nn.Module:
 
 
 def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architecture: str) -> tuple[int, int]:
-    """Return the (h, w) of images to trace a detector with. If `sides` is "fixed", they are the only ones allowed
-    afterwards.
+    """Return the (height, width) in pixels of the images that a detector is traced with.
+
+    If `sides` is "fixed", the traced function accepts no other size.
+
+    Args:
+        sides, stride: see `exported_sides` and `stride` of `Detector`.
+        size: the size to which images are resized, see `toolkit.data.pipeline.processor_size`.
+        architecture: name of the detector, for messages.
 
     Raises:
-        BadInput: one size is needed, but `size` gives images of many.
+        BadInput: `sides` is "fixed", but images keep their aspect ratio by `size`.
     """
     if size is not None and "height" in size:
         return size["height"], size["width"]
@@ -127,10 +139,12 @@ def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architectu
 
 
 def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = True) -> torch.export.ExportedProgram:
-    """Trace the function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
+    """Trace a function with torch.export, for any batch size, and for the image sizes that its `sides` allows.
 
-    size_hw: of the images it is traced with, the only ones when its `sides` are "fixed". grid_sample: whether the
-        program may have that operator; else `grid_sample_by_gather`.
+    Args:
+        size_hw: height and width of the images that it is traced with.
+        grid_sample: whether the program may contain the operator GridSample; False: it is replaced by
+            `grid_sample_by_gather`.
     """
     device = next(graph.parameters()).device
     images = torch.zeros(2, 3, *size_hw, dtype=torch.uint8, device=device)
@@ -156,13 +170,13 @@ def trace(graph: PixelsToBoxes, size_hw: tuple[int, int], grid_sample: bool = Tr
 
 @contextlib.contextmanager
 def traceable(detector: nn.Module) -> Iterator[None]:
-    """Replace the code of detectors that torch.export cannot trace, inside the block.
+    """Replace code of detectors that torch.export cannot trace, during a `with` block.
 
     transformers checks the shapes of every deformable attention in a way that exporters to ONNX cannot translate
-    (`aten._is_all_true`; huggingface/transformers issue 44265); it has a switch for that. `len(tensor)`, which must be
-    a plain number in Python, would tie the program to the batch that it is traced with. And timm computes TensorFlow's
-    "same" padding in floating point, of which SymPy simplifies nothing: the expressions of one layer are inside those
-    of the next, and tracing such a backbone does not end.
+    (`aten._is_all_true`; huggingface/transformers issue 44265), and has a switch for this check. `len(tensor)`, which
+    must return a plain number in Python, would bind the program to the batch size of the trace. And timm computes
+    TensorFlow's "same" padding in floating point, which SymPy cannot simplify: the expressions of one layer are nested
+    in those of the next, and tracing such a backbone does not end.
     """
     from timm.layers import padding
 
@@ -188,7 +202,8 @@ def _symbolic_len(of):
 
 
 def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
-    """Compute `timm.layers.padding.get_same_padding` in integers, without a maximum if none is needed."""
+    """Return the padding in pixels of `timm.layers.padding.get_same_padding`, computed in integers for a shorter trace.
+    """
     reach = dilation * (kernel_size - 1) + 1
     missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
     if reach == 1:

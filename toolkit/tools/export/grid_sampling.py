@@ -1,4 +1,4 @@
-"""Bilinear sampling without GridSample, for runtimes that lack that operator or compute it otherwise."""
+"""Bilinear sampling without the operator GridSample, for runtimes that lack it or compute it differently."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,11 @@ def grid_sample_by_gather(
     padding_mode: str = "zeros",
     align_corners: bool | None = False,
 ) -> Tensor:
-    """Compute `torch.nn.functional.grid_sample` of maps (N, C, H, W) at grid (N, h, w, 2) as one Gather and arithmetic.
+    """Return `torch.nn.functional.grid_sample` of maps (N, C, H, W) at the points of grid (N, h, w, 2), computed by one
+    Gather and arithmetic: (N, C, h, w).
 
-    Raises ValueError: another mode than that of deformable attention, bilinear with zeros outside.
+    Raises ValueError for other arguments than those of deformable attention: bilinear, zeros outside, no aligned
+    corners.
     """
     if (mode, padding_mode, bool(align_corners)) != ("bilinear", "zeros", False):
         raise ValueError(f"grid_sample {mode}, {padding_mode}, align_corners {align_corners} has no form by gather")

@@ -1,9 +1,10 @@
-"""Half precision of an ONNX file: matrix products and what lies between them; boxes stay in float32.
+"""Converts an ONNX file to half precision: matrix products and simple operators between them, but not boxes.
 
-Converters that turn all of a file round each box too, to half a pixel beyond 512 pixels. Here float16 is what
-convolutions and matrix products take, give and keep as weights, and what passes values from one of them to the next.
-Float32 stay LayerNormalization, whose sums of squares leave float16's range of 65504 in wide transformers, Softmax,
-the sampling of deformable attention, and everything from the last product on: decoding, sigmoids, suppression.
+Converters that convert a whole file round each box too, to half a pixel beyond 512 pixels. Here, inputs, outputs and
+weights of convolutions and matrix products are float16, and so are simple operators that pass values from one of them
+to the next. The following stay float32: LayerNormalization, whose sums of squares exceed float16's range of 65504 in
+wide transformers; Softmax; the sampling of deformable attention; and everything after the last product: decoding,
+sigmoids, suppression.
 """
 
 from pathlib import Path
@@ -21,7 +22,7 @@ MAX_FLOAT16 = float(np.finfo(np.float16).max)
 
 
 def write_half(onnx: Path, path: Path) -> None:
-    """Write `path` from a float32 file; its inputs, outputs and metadata stay as they are."""
+    """Convert the float32 file `onnx` and write the result to `path`; inputs, outputs and metadata are not changed."""
     model = passes.ShapeInferencePass()(ir.load(onnx)).model  # the file lacks the type of some values
     graph = model.graph
     casts = {}
@@ -44,8 +45,8 @@ def write_half(onnx: Path, path: Path) -> None:
 
 
 def _in_half(graph) -> dict:
-    """Return the nodes that compute in float16, in their order: all products, and each node that has only such nodes
-    or constants before it and at least one such node after it."""
+    """Return the nodes to compute in float16, in their order: all products, and each simple operator whose inputs are
+    computed by such nodes or constant, and whose result is used by at least one such node."""
     half = {}  # a dict, which keeps the order
     for node in graph:
         if node.op_type in PRODUCTS | BETWEEN and _is_float(node.outputs[0]):

@@ -1,5 +1,5 @@
-"""Export of a trained detector, and comparison of each file with PyTorch: detections, AP on data, R@K of graphs,
-milliseconds."""
+"""Exports a trained detector, and compares each file with PyTorch: detections, AP on data, R@K of scene graphs, and
+milliseconds per image."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +45,13 @@ CANDIDATES = 64  # first images of the data, from which those of one size are ta
 class ExportRequest:
     """The files to write, and how to judge them.
 
-    formats: of `EXPORTED_FILES`. top_k, grid_sample: as of `export_detector`. score_threshold: for the metadata.
-    calibration: images for int8. tolerance: how far AP, or R@100 of a graph, may move; int8_tolerance: how far AP may
-    drop in int8. benchmark: measure `BENCHMARK_CASES`, not one image on the threads of this process alone.
+    Attributes:
+        formats: keys of `EXPORTED_FILES`.
+        top_k, score_threshold, grid_sample: see `toolkit.tools.export.export_detector`.
+        calibration: number of images by which int8 is calibrated.
+        tolerance: largest accepted change of AP, or of R@100 of a scene graph, by the export.
+        int8_tolerance: largest accepted drop of AP in int8.
+        benchmark: measure the time of all `BENCHMARK_CASES`; False: only of one image with the threads of this process.
     """
 
     formats: Sequence[str] = ("onnx", "torch")
@@ -62,8 +66,15 @@ class ExportRequest:
 
 @dataclass
 class ExportResult:
-    """A file beside PyTorch. AP: None if no data are known; milliseconds: per image, by batch and threads;
-    differences: by the number of images of a batch."""
+    """The measurements of an exported file, or of PyTorch.
+
+    Attributes:
+        file: name of the file, or "PyTorch".
+        AP: bbox AP in [0, 1]; None without data.
+        milliseconds: per image, by the description of batch size and threads.
+        AP_moved: AP of the file minus AP of PyTorch; None without data.
+        differences: difference of the detections from PyTorch's, by batch size.
+    """
 
     file: str
     AP: float | None
@@ -79,13 +90,20 @@ def write_and_check(
     request: ExportRequest,
     say: Callable[[str], None] = print,
 ) -> tuple[list[ExportResult], dict[str, str]]:
-    """Write the files; return a table that compares them with PyTorch, and by name the problems of those that are
-    renamed.
+    """Write the requested files to the folder `out`, and compare each with PyTorch.
 
-    table: data to measure AP on; None: AP is not measured.
+    A file that differs too much is renamed to `<file>.wrong`.
+
+    Args:
+        trained: the trained detector.
+        table: data to measure AP on; None: AP is not measured.
+        say: called with a text at each stage.
+
+    Returns:
+        the measurements of PyTorch and of each file, and {name of the file: problem} of the renamed files.
 
     Raises:
-        BadInput: as `export_detector`; int8 without data; a package is not installed.
+        BadInput: see `export_detector`; or int8 is requested without data, or a package is not installed.
     """
     written, graph, about = _write(trained, table, out, request)
     images = example_images(table, trained, graph)
@@ -125,7 +143,7 @@ def _write(
     out: Path,
     request: ExportRequest,
 ) -> tuple[dict[str, Path], nn.Module, ExportMetadata]:
-    """Write the files; return their paths by format, the graph that they hold, and what an ONNX file says of itself."""
+    """Write the files; return their paths by format, the exported function in PyTorch, and their metadata."""
     # The others are made from the ONNX file, so it is written in any case.
     of_program = [name for name in ("torch", "onnx") if name in request.formats or name == "onnx"]
     written, graph = export_detector(
@@ -189,8 +207,15 @@ def write_relations(
     problems: dict[str, str],
     say: Callable[[str], None] = print,
 ) -> list[dict]:
-    """Write `graph.onnx` of a scene graph and compare it with PyTorch: R@K on the data and milliseconds per image.
-    Problems go into `problems`; relations that cannot be exported are reported with the reason."""
+    """Write `graph.onnx` of a scene graph to the folder `out`, and compare it with PyTorch.
+
+    If the file differs too much, the reason is added to `problems`, and the file is renamed to `graph.onnx.wrong`. If
+    the relations cannot be exported, the reason is printed by `say`.
+
+    Returns:
+        a dict with file, R@K on the data and milliseconds per image for PyTorch and for the file; an empty list if
+        nothing was written.
+    """
     detector = trained.detector
     if not getattr(detector, "predicates", ()):
         return []
@@ -235,7 +260,7 @@ def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> d
 
 
 def latency(predictor: Predictor, table: DetectionTable | None) -> float:
-    """Return the milliseconds for one image, resizing included, in batches of 1: the first of the table, else noise."""
+    """Return the milliseconds for one image, resizing included: the first image of the table; noise without a table."""
     noise = torch.randint(0, 256, (3, 480, 640), dtype=torch.uint8)
     image = noise if table is None else table.decode_image(table.row(0))
 
@@ -248,7 +273,7 @@ def latency(predictor: Predictor, table: DetectionTable | None) -> float:
 
 
 def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
-    """Return the bbox AP on the table, in [0, 1]."""
+    """Return the bbox AP of a predictor on a data table, in [0, 1]; None without a table."""
     if table is None:
         return None
     row = CocoEvaluator(table).evaluate(predict_table(predictor, table))
@@ -256,7 +281,7 @@ def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
 
 
 def example_images(table: DetectionTable | None, trained: OwnDetector, graph) -> np.ndarray:
-    """Return images uint8 (5, 3, H, W): images of the data of one size after resizing, or noise."""
+    """Return images uint8 (5, 3, H, W) of the data that have the same size after resizing; noise without data."""
     stride = graph.detector.stride
     if table is None:
         hw = trace_hw(graph.sides, stride, trained.size, trained.detector.options["architecture"])
@@ -268,20 +293,21 @@ def example_images(table: DetectionTable | None, trained: OwnDetector, graph) ->
 
 
 def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
-    """Return validation images, one at a time. Raises BadInput if there are none."""
+    """Return the first `count` resized images of a table as batches of one image. Raises BadInput without a table."""
     if table is None:
         raise BadInput("--formats int8: it needs images to calibrate on; give --split FILE --image-dir FOLDER")
     return [image[None] for image in resized_images(table, size, count)]
 
 
 def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
-    """Return the first images of a table as a detector takes them, uint8 (3, H, W)."""
+    """Return the first `count` images of a table, resized for a detector, uint8 (3, H, W) each; `size` as in
+    `toolkit.tools.predict.prediction.input_hw`."""
     images = (table.decode_image(table.row(index)) for index in range(min(count, len(table))))
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 
 
 def results_as_table(lines: Sequence[ExportResult]) -> str:
-    """Return the lines as a Markdown table."""
+    """Return the measurements of `write_and_check` as a Markdown table."""
     cases = [*lines[0].milliseconds]
     head = ["file", "AP", "moved by", *(f"ms an image, {case}" for case in cases), "largest difference"]
     rows = [head, ["---"] * len(head)]
@@ -295,7 +321,7 @@ def results_as_table(lines: Sequence[ExportResult]) -> str:
 
 
 def graphs_as_table(graphs: Sequence[dict]) -> str:
-    """Return the lines of `write_relations` as a Markdown table."""
+    """Return the measurements of `write_relations`, at least one, as a Markdown table."""
     head = list(graphs[0])
     rows = [head, ["---"] * len(head)]
     for graph in graphs:

@@ -1,7 +1,7 @@
-"""Two operators that an exported detector needs and no exporter can trace, because their shapes depend on the data.
+"""Two operators of exported detectors that exporters cannot trace, because shapes inside them depend on the data.
 
-Each is one operator of PyTorch here and a few of ONNX there. A program of torch.export holds them by name, so this
-module must be imported before one is loaded.
+Each is one custom operator in PyTorch, and a few standard operators in ONNX. A program of torch.export refers to them
+by name, so this module must be imported before such a program is loaded.
 """
 
 import torch
@@ -39,10 +39,15 @@ def roi_align_where(
     side: int,
     samples: int,
 ) -> Tensor:
-    """Compute RoIAlign (R, C, side, side) of maps (B, C, H, W) for the boxes (R, 4) selected by `use` (R,); 0 for the
-    others.
+    """Return RoIAlign features (R, C, side, side) of R boxes from maps (B, C, H, W).
 
-    image: (R,) int64, place in the batch. scale: pixels of the map per pixel of the boxes.
+    Args:
+        boxes: (R, 4) xyxy in pixels.
+        image: (R,) int64, the index of each box's image in the batch.
+        use: (R,) bool; the features of boxes with False are 0.
+        scale: size of the map divided by that of the image.
+        side: height and width of the result.
+        samples: sampling points per cell and direction, see `sampling_ratio` of torchvision's `roi_align`.
     """
     pooled = maps.new_zeros(len(boxes), maps.shape[1], side, side)
     rois = torch.cat([image[use, None].to(boxes), boxes[use]], dim=1)

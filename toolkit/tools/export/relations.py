@@ -1,4 +1,7 @@
-"""A scene graph as one function from pixels to boxes and relations: a fixed number of objects, and all their pairs."""
+"""A scene graph model as one function from pixels to boxes and relations, which exporters can trace.
+
+The function keeps a fixed number of objects, and considers all their pairs.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +18,12 @@ MAX_RELATIONS = 100  # per image, as many as recall counts
 
 
 class PixelsToGraph(PixelsToBoxes):
-    """A scene graph detector in evaluation mode with everything before and after its network.
+    """A scene graph model in evaluation mode as one function, with everything before and after its network.
 
-    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4), scores and labels (B, K) as of `PixelsToBoxes`, but in
-    any order; pairs (B, R, 2) int64 subject and object, rows of these, best first; predicate_scores (B, R, predicates);
-    triplet_scores (B, R), 0 in a row without a relation. R = `top_k`, or all pairs where these are fewer.
+    forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4), scores and labels (B, K) as in `PixelsToBoxes`, but in
+    any order; pairs (B, R, 2) int64, subject and object of R relations as rows of the boxes, best first;
+    predicate_scores (B, R, predicates); triplet_scores (B, R), 0 in a row without a relation. R is `top_k`, or the
+    number of all pairs if that is smaller.
     """
 
     def __init__(self, detector: nn.Module, top_k: int = MAX_RELATIONS):
@@ -41,7 +45,10 @@ def export_graph(
     grid_sample: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Write `graph.onnx` of a scene graph whose `graph_obstacle` is None; arguments as of `export_detector`."""
+    """Write `graph.onnx` of a scene graph model to a folder, and return the file.
+
+    The model's `graph_obstacle` must return None. For the arguments see `toolkit.tools.export.export_detector`.
+    """
     detector = copy_for_files(detector)
     graph = PixelsToGraph(detector).eval()
     architecture = detector.options["architecture"]

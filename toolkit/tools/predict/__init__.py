@@ -1,1 +1,1 @@
-"""A trained detector on pictures, folders and videos."""
+"""Predicts with trained detectors on pictures, folders, videos and data sets."""

@@ -1,4 +1,4 @@
-"""Image files to predict on, their ids and boxes from a COCO file, and the predictions on them."""
+"""Finds image files to predict on, reads their ids and boxes from a COCO file, and predicts on them."""
 
 import atexit
 import glob
@@ -27,8 +27,14 @@ from toolkit.tools.predict.prediction import Predictor
 
 
 class FilePrediction(NamedTuple):
-    """An image file: `image` uint8 (3, H, W) and the detections `found` in it, or the `error` that says why it is
-    unreadable."""
+    """The prediction on an image file.
+
+    Attributes:
+        path: the file.
+        image: uint8 (3, H, W); None if the file cannot be read.
+        found: the detections in the image; None if the file cannot be read.
+        error: why the file cannot be read; None if it can.
+    """
 
     path: Path
     image: Tensor | None
@@ -37,15 +43,15 @@ class FilePrediction(NamedTuple):
 
 
 def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
-    """Return image files by path, in the given order and without duplicates, with their names below the given folders.
+    """Return {path of an image file: its path relative to the given folder}, in the given order, without duplicates.
 
     Args:
-        given: files (taken whatever their suffix), folders (searched for image suffixes, also below), and patterns
-            such as "photos/**/*.jpg".
-        leave_out: a folder whose files are not taken, such as that of the pictures made last time.
+        given: files (with any suffix), folders (searched recursively for image suffixes), and patterns such as
+            "photos/**/*.jpg". A file that is not from a given folder has its file name as relative path.
+        leave_out: a folder whose files are left out, such as the folder of pictures of an earlier prediction.
 
     Raises:
-        BadInput: names everything that does not exist or has no image.
+        BadInput: a given path does not exist or holds no images; the message lists all of these.
     """
     images = {}
     problems = []
@@ -72,12 +78,16 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
 def find_or_fetch(
     given: Sequence[str], leave_out: Path | None = None
 ) -> tuple[dict[Path, Path], dict[Path, str], set[Path]]:
-    """Find the files of `find_images`, and fetch URLs. "-" stands for a list of all these on the standard input, one a
-    line.
+    """Find image files as `find_images` does, and download images from URLs.
+
+    given: files, folders, patterns and URLs; "-" stands for a list of these on the standard input, one per line.
 
     Returns:
-        the files with their names, the error of each address that could not be fetched, and the files that were
-        fetched, which are gone when the process ends.
+        the files as `find_images` returns them, those of URLs included; {URL: error} of the failed downloads; and the
+        set of downloaded files, which are deleted when the process ends.
+
+    Raises:
+        BadInput: see `find_images`; or nothing is given.
     """
     stripped = (line.strip() for source in given for line in (sys.stdin if source == "-" else [source]))
     lines = [line for line in stripped if line]
@@ -99,7 +109,7 @@ def find_or_fetch(
 
 
 def _fetched(address: str, timeout_s: float = 30, limit: int = 100 * 2**20) -> Path:
-    """Return a file with the content of a URL; it is removed when the process ends."""
+    """Download a URL to a temporary file, which is deleted when the process ends, and return the file."""
     with urllib.request.urlopen(address, timeout=timeout_s) as answer:
         content = answer.read(limit)
     folder = Path(tempfile.mkdtemp(prefix="predict-"))
@@ -125,10 +135,12 @@ def _is_image_file(path: Path, leave_out: Path | None) -> bool:
 
 
 def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
-    """Return the id of each image: from a COCO file, matched by the end of its path, or 1, 2, 3, ... without a file.
+    """Return the id of each image from a COCO file, or 1, 2, 3, ... if `annotations` is None.
+
+    names: paths of the images; the COCO file's `file_name` of an image must be the end of its path.
 
     Raises:
-        BadInput: no COCO file, or images that it does not have, or has twice.
+        BadInput: the file is not a COCO file; or it has an image not at all, or more than once.
     """
     if annotations is None:
         return list(range(1, len(names) + 1))
@@ -158,16 +170,19 @@ def image_ids_of(annotations: Path | None, names: Sequence[Path]) -> list:
 
 
 def given_boxes(file: Path, names: Mapping[Path, Path], class_names: Sequence[str]) -> dict[Path, dict[str, Tensor]]:
-    """Return `boxes (N, 4)` float32 xyxy in pixels and `labels (N,)` int64 from 0 of each image; N = 0 is allowed.
+    """Read the boxes of each image from a COCO file, for models that describe given boxes.
 
     Args:
-        file: COCO annotations, whose images are found by the end of their paths; crowd regions are left out.
-        names: the image files, each with its name below the folder that was given.
-        class_names: of the model, in the order of the labels; categories are theirs by name.
+        file: COCO annotations; crowd regions are left out.
+        names: the image files as `find_images` returns them.
+        class_names: names of the model's classes in the order of the labels; categories are matched by name.
+
+    Returns:
+        {image file: `boxes (N, 4)` float32 xyxy in pixels, and `labels (N,)` int64 counted from 0}; N can be 0.
 
     Raises:
-        BadInput: no COCO file, images that it does not have, boxes without width or height, categories that the model
-            does not know; all of them.
+        BadInput: the file is not a COCO file, lacks images, has boxes without width or height, or categories that the
+            model does not know; the message lists all faults.
     """
     image_ids = dict(zip(image_ids_of(file, list(names.values())), names, strict=True))
     annotations = read_annotations(Path(file))
@@ -225,8 +240,14 @@ def predict_files(
     score_threshold: float = 0.3,
     given: Mapping[Path, Detections] | None = None,
 ) -> Iterator[FilePrediction]:
-    """Yield every file once, grouped by size and so not in the given order. An unreadable file is yielded with its
-    error, and the others continue. given: boxes of each file, for a predictor that describes given boxes."""
+    """Yield the prediction on every file once, ordered by image size and not as given.
+
+    A file that cannot be read is yielded with an error, and the others are still predicted.
+
+    Args:
+        score_threshold: only detections with a higher score are returned.
+        given: `boxes` and `labels` of each file, for a predictor that describes given boxes.
+    """
     with ThreadPoolExecutor() as pool:
         sizes = pool.map(_size_or_nothing, paths)
         in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]

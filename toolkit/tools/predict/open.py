@@ -1,5 +1,5 @@
-"""Trained detectors, opened: `open_predictor` makes a `Predictor` of any source that `toolkit.run.open_run.kind_of`
-knows. Runs are rebuilt from their folder alone.
+"""Opens trained detectors: `open_predictor` makes a `Predictor` from any kind of source that
+`toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from the run folder alone.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError
@@ -54,8 +54,15 @@ REPORT_FILE = "report.json"  # in a run's report/: {"threshold": 0.42, "threshol
 
 
 class OwnDetector(NamedTuple):
-    """A detector of this toolkit. detector: in evaluation mode, on the CPU; size: what images are resized to, as in
-    `input_hw`; max_detections: per image, as the run evaluates them."""
+    """A trained detector of this toolkit.
+
+    Attributes:
+        source: its origin, for people.
+        detector: in evaluation mode, on the CPU.
+        categories: classes in the order of the labels.
+        size: the size to which images are resized, see `toolkit.data.pipeline.processor_size`.
+        max_detections: number of detections of an image that the evaluations of its run keep.
+    """
 
     source: str
     detector: nn.Module
@@ -65,8 +72,8 @@ class OwnDetector(NamedTuple):
 
 
 def add_flags(parser: ArgumentParser, *names: str) -> None:
-    """Add the named flags of `MODEL_FLAGS` to a script, with their names in training, such as `--data.image_dir`, as
-    aliases."""
+    """Add the flags `names` of `MODEL_FLAGS` to a parser; those for data also under their names in training, such as
+    `--data.image_dir`."""
     for name in names:
         if name in DATA_FLAGS:
             add_data_flag(parser, name, **MODEL_FLAGS[name])
@@ -81,19 +88,21 @@ def open_predictor(
     settings: Mapping = MappingProxyType({}),
     max_detections: int | None = None,
 ) -> Predictor:
-    """Return the detector of a run, a checkpoint, a `final/` folder, an exported file, or any detector of transformers.
+    """Open a trained detector and return a predictor, which is called with images.
 
     Args:
-        source: run folder (its best checkpoint) or checkpoint; folder saved by `save_final`; `.onnx`, `.pt2` or `.xml`
-            of scripts/export.py, which run on the CPU; folder or hub name of a transformers model; `.pth` of a scene
-            graph of Scene-Graph-Benchmark.
-        weights: "model" or "ema", of a run; None: those that the run's metric for best goes by, as in `final/`.
-        settings: of the model, in place of its own; see `with_inference_settings`.
-        max_detections: of an image, over all classes; None: as many as the run evaluates, but at least 300 where the
-            predictions are not evaluated.
+        source: a run folder (its best checkpoint is used) or a checkpoint; a folder saved by `save_final`; a `.onnx`,
+            `.pt2` or `.xml` file of scripts/export.py, which runs on the CPU; the folder or hub name of a transformers
+            model; or a `.pth` file of a scene graph model of Scene-Graph-Benchmark.
+        weights: "model" (raw) or "ema" (averaged), for a run or checkpoint only; None: the weights by which the run
+            chose its best checkpoint, which are also those in `final/`.
+        device: device of the detector.
+        settings: settings of prediction by key that replace those of the model, see `with_inference_settings`.
+        max_detections: maximum number of detections of an image, over all classes; None: as many as the evaluations of
+            the run keep, but at least 300 in predictions that are not evaluated.
 
     Raises:
-        BadInput: nothing of all this is there, or it cannot be loaded.
+        BadInput: the source is none of these, or cannot be loaded.
     """
     path = Path(source).expanduser()
     kind = kind_of(source)
@@ -129,8 +138,10 @@ def open_own_detector(
     weights: str | None = None,
     settings: Mapping = MappingProxyType({}),
 ) -> OwnDetector | None:
-    """Open a detector built by this project, as `open_predictor` does. Returns None if `source` can only be a model
-    of transformers."""
+    """Open a detector of this toolkit and return it; None if `source` is a model of transformers.
+
+    Arguments and errors are those of `open_predictor`.
+    """
     path = Path(source).expanduser()
     kind = kind_of(source)
     if kind == "file" and path.suffix in PUBLISHED_SUFFIXES and weights is None:
@@ -158,7 +169,8 @@ def open_own_detector(
 
 
 def evaluated_detections(config: Mapping, detector: Detector) -> int:
-    """Return the number of detections per image that the evaluations of a run keep; older runs lack this setting."""
+    """Return the number of detections per image that the evaluations of a run keep: `eval.max_detections` in its
+    settings `config`, or the detector's default if that is not set."""
     return config.get("eval", {}).get("max_detections") or detector.max_detections
 
 
@@ -203,13 +215,13 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:
-    """Return the thresholds that a run's report recommends, by class name and for all classes as ""; None without a
-    report.
+    """Return the score thresholds that a run's report recommends, by class name, and under "" the one for all classes;
+    None if there is no report.
 
     path: the run folder, or a path in it.
 
     Raises:
-        BadInput: a file that cannot be read.
+        BadInput: `report.json` cannot be read.
     """
     for folder in (path, *path.absolute().parents):
         file = folder / "report" / REPORT_FILE
@@ -225,7 +237,10 @@ def report_thresholds(path: Path) -> dict[str, float] | None:
 
 
 def _open_published(path: Path, settings: Mapping) -> OwnDetector:
-    """Open a file of published weights, which says what images are resized to."""
+    """Open a file of published weights as a detector.
+
+    Raises BadInput if the size to which its program resizes images is not known.
+    """
     source = open_pretrained(str(path))
     if source.size is None:
         remedy = "give them to a training script as --model.pretrained, with run.max_steps 1"
@@ -247,7 +262,7 @@ def _open_published(path: Path, settings: Mapping) -> OwnDetector:
 
 
 def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
-    """Return the run with other settings of its model; see `with_inference_settings`."""
+    """Return a copy of a run in which settings of the model are replaced by `asked`; see `with_inference_settings`."""
     return replace(
         run,
         config={**run.config, "model": with_inference_settings(run.config["model"], asked)},
@@ -255,7 +270,7 @@ def with_settings(run: Run, asked: Mapping[str, Any]) -> Run:
 
 
 def load_detector(run: Run, weights: str) -> Detector:
-    """Return the run's detector in evaluation mode, with the weights of that name; see `chosen_weights`."""
+    """Return a run's detector in evaluation mode on the CPU, with the weights "model" or "ema" of its checkpoint."""
     names = [category.name for category in run.categories]
     detector = rebuild_detector({"model": run.config["model"]}, names)
     load_detector_weights(detector, run.checkpoint.tensors[weights], run.checkpoint.path)
@@ -263,9 +278,10 @@ def load_detector(run: Run, weights: str) -> Detector:
 
 
 def rebuild_detector(config: dict, class_names: list[str]) -> Detector:
-    """Build the detector that `config.yaml` describes, with random weights and frozen layers, without downloads.
+    """Build the detector of a run's settings with random weights, and freeze the parts that the settings name.
 
-    config: of `load_config_dict`. Raises BadInput: its settings are invalid, such as `d_model: -8`.
+    Nothing is downloaded. config: result of `load_config_dict`. Raises BadInput if settings are not valid, such as
+    `d_model: -8`.
     """
     settings = {**config["model"], "pretrained_backbone": False}
     try:

@@ -1,4 +1,4 @@
-"""Predictions in the formats that other programs read."""
+"""Writes predictions in the formats that other programs read."""
 
 import dataclasses
 import json
@@ -28,17 +28,17 @@ def write_outputs(
     formats: Sequence[str],
     folder: Path,
 ) -> None:
-    """Write predictions in every format.
+    """Write predictions to a folder in the requested formats.
 
     Args:
-        document: as in predictions.json, see scripts/predict.py.
-        detections: the same images with their boxes as columns.
-        names: a relative path for each image, all different, after which files of its own are named.
-        formats: of `OUTPUT_FORMATS`: json, predictions.json; jsonl, the same with a line for each image; coco, the list
-            of COCO's results, and `dataset.json`, see `write_data_set`; yolo, a text file for each image with class,
-            centre and size as shares of the image, and score; voc, an XML file for each image; csv, a row for each
-            detection, all three clipped to the image as data sets are; and of scene graphs a file for each image in
-            graphs/: dot (Graphviz), networkx (its node-link JSON).
+        document: the content of predictions.json, see scripts/predict.py.
+        detections: the same predictions as `LabelledImages`.
+        names: a relative path for each image, all different, by which the files of an image are named.
+        formats: any of `OUTPUT_FORMATS`. json: predictions.json. jsonl: the same with one line for each image. coco:
+            COCO's list of results, and `dataset.json`, see `write_data_set`. yolo: a text file for each image with
+            class, centre and size as fractions of the image, and score. voc: an XML file for each image. csv: a row
+            for each detection. dot (Graphviz) and networkx (its node-link JSON), for scene graphs: a file for each
+            image in graphs/. Boxes in yolo, voc and csv are clipped to their image.
     """
     folder.mkdir(parents=True, exist_ok=True)
     inside = clip_detections(detections)  # for formats of data sets, whose readers refuse boxes outside the image
@@ -71,18 +71,18 @@ def write_outputs(
 
 
 def names_of_outputs(files: Mapping[Path, Path], fetched: Set[Path], formats: Sequence[str]) -> dict[Path, str]:
-    """Choose the path, relative to one folder, after which the files of each image are named.
+    """Choose a relative path for each image, by which the files of the image are named; all paths are different.
 
-    Readers of YOLO and VOC find an image by this path below `data.image_dir`. That is why images of several folders
-    are named by their paths below the folder that all of them are in, and not by what they have below each.
+    Readers of YOLO and VOC look for an image at this path in `data.image_dir`. Therefore images from several folders
+    get their path relative to the folder that contains all of them, not relative to the given folder of each.
 
     Args:
-        files: the image files, each with its name below the folder that was given for it.
-        fetched: those of them that came from an address; they are gone afterwards and keep their names.
-        formats: of `OUTPUT_FORMATS`.
+        files: the image files as `find_images` returns them.
+        fetched: those of the files that were downloaded, which are deleted later; they keep their file names.
+        formats: the requested formats, see `write_outputs`.
 
     Raises:
-        BadInput: YOLO is asked for, and two images would have the same file of labels.
+        BadInput: YOLO is requested, and two images would have the same label file.
     """
     here = {path: Path(os.path.abspath(path)) for path in files if path not in fetched}
     names = {path: name.as_posix() for path, name in files.items()}
@@ -112,13 +112,16 @@ def _check_labels_differ(names: Mapping[Path, str]) -> None:
 
 
 def images_root(detections: LabelledImages) -> Path:
-    """Return the folder that all image files are in."""
+    """Return the deepest folder that contains all image files."""
     return Path(os.path.commonpath([Path(row.file_name).absolute().parent for row in detections.images]))
 
 
 def write_data_set(detections: LabelledImages, path: Path) -> None:
-    """Write detections, clipped to their images, as a COCO data set to train on. Annotations have their `score`;
-    files are relative to `images_root`."""
+    """Write detections, clipped to their images, as the annotation file of a COCO data set to train on.
+
+    Each annotation has a `score`; names of image files are relative to `images_root`. Without images, nothing is
+    written.
+    """
     if not detections.images:
         return
     root = images_root(detections)
@@ -136,7 +139,7 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
 
 
 def clip_detections(detections: LabelledImages) -> LabelledImages:
-    """Clip boxes to their images, and drop boxes without area after that."""
+    """Return a copy with boxes clipped to their images; boxes without an area inside the image are dropped."""
     if not detections.images:
         return detections
     found = detections.boxes
@@ -147,10 +150,10 @@ def clip_detections(detections: LabelledImages) -> LabelledImages:
 
 
 def check_output_folder(folder: Path, inputs: Sequence[Path], overwrite: bool) -> None:
-    """Check that the results of two predictions are not mixed.
+    """Check that a new prediction neither mixes with earlier results in a folder nor overwrites its own inputs.
 
     Raises:
-        BadInput: there are results already and `overwrite` is false; an input lies among them.
+        BadInput: the folder holds results and `overwrite` is False, or an input is one of these results.
     """
     old = _earlier(folder)
     real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link to itself
@@ -169,7 +172,7 @@ def check_output_folder(folder: Path, inputs: Sequence[Path], overwrite: bool) -
 
 
 def clear_outputs(folder: Path) -> None:
-    """Remove what an earlier prediction wrote."""
+    """Delete the files and folders in `OUTPUT_FILES` that an earlier prediction has written to a folder."""
     for path in _earlier(folder):
         if path.is_dir():
             shutil.rmtree(path)

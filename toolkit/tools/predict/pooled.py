@@ -1,4 +1,4 @@
-"""The pooled predictions of a cross-validation: each image is predicted by the run that did not train on it."""
+"""Pools the predictions of a cross-validation: each image is predicted by the run that did not train on it."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,14 +12,15 @@ from toolkit.tools.predict.predict_split import Predicted
 
 
 def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predicted:
-    """Join the predictions on each fold of the training data into predictions on all of it.
+    """Join the predictions of several runs, each on its fold of the training data, into predictions on all of the data.
 
     Args:
-        parts: one for each fold, in any order, as `open_any` gives them.
-        say: called with what was read of the whole data.
+        parts: the predictions on each fold, as `open_any` returns them, in any order.
+        say: called with messages of the reader when the whole data are opened.
 
     Raises:
-        BadInput: the parts are not the folds of one data set, one is missing or given twice, or they are scene graphs.
+        BadInput: the parts are not the folds of one data set, a fold is missing or given twice, or the predictions are
+            scene graphs.
     """
     names = [str(part.about["detector"]) for part in parts]
     folds = [share_of(part.about["data"]["source"]) for part in parts]

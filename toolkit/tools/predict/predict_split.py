@@ -1,4 +1,4 @@
-"""Predictions on a split, from any source: a run, a checkpoint, an exported model, or a predictions file."""
+"""Makes or reads predictions on a split, from a run, a checkpoint, an exported model, or a predictions file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +28,13 @@ from toolkit.tools.predictions_file import read_about, read_predictions
 
 @dataclass
 class SplitOptions:
-    """Data to use instead of those that the run or the predictions file was made on; None keeps those.
+    """Data to use instead of the data of a run or a predictions file; None keeps the value of the run or file.
 
-    split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
-    of another data set, as `data.path` or `data.name`, of which `split` is then a split.
+    Attributes:
+        split: annotation file, or name of a split.
+        image_dir, format: see `data.image_dir` and `data.format`.
+        path: folder or hub name of another data set, see `data.path` and `data.name`; `split` is then one of its
+            splits.
     """
 
     split: str | None = None
@@ -42,11 +45,15 @@ class SplitOptions:
 
 @dataclass
 class Predicted:
-    """Predictions on a table, as evaluators take them, and their metadata.
+    """Predictions on a data table, in the form that evaluators take, and their metadata.
 
-    evaluator, losses, speed (a sentence with the milliseconds per image): of a run or checkpoint; else None, {} and "".
-    run_folder: None for predictions without a run.
-    about: as in a predictions file: `detector`, a description, and `data`, to open the table again.
+    Attributes:
+        about: metadata as in a predictions file: `detector`, its description, and `data`, the arguments of
+            `open_split` that open the table again.
+        evaluator: the evaluator of the run's detector; None if the source is not a run or checkpoint.
+        losses: the losses of the run's detector on the data, by name; empty if they were not computed.
+        run_folder: the run folder that the source lies in; None: there is none.
+        speed: a sentence with the milliseconds per image; "" if the source is not a run or checkpoint.
     """
 
     table: DetectionTable
@@ -67,8 +74,20 @@ def open_any(
     backend: str | None = None,
     max_detections: int | None = None,
 ) -> Predicted:
-    """Predict or read predictions, depending on the kind of `source`; only runs take settings of the model and a
-    `backend`. max_detections: per image, as in `open_predictor`. Raises BadInput."""
+    """Predict with a detector, or read predictions from a file, depending on the kind of `source`.
+
+    Args:
+        source: see `toolkit.run.open_run.kind_of`.
+        weights: "model" or "ema" of a run; None: see `open_predictor`.
+        options: the data, if not those of the source.
+        accelerator: Accelerate's, for the device and for printing.
+        settings: settings of the model by key, for runs only.
+        backend: see `eval.backend`, for runs only; None: that of the run.
+        max_detections: see `open_predictor`; not for a predictions file.
+
+    Raises:
+        BadInput: the source or its data cannot be opened, or an argument is not for this kind of source.
+    """
     kind = kind_of(source)
     if kind == "run":
         run = with_settings(open_run(source, options_class), settings)
@@ -95,12 +114,14 @@ def predict_run(
     backend: str | None = None,
     max_detections: int | None = None,
 ) -> Predicted:
-    """Run the run's detector on its validation data or another split, as in training; several processes share the work.
+    """Predict with the detector of a run on its validation data or on another split, as in the evaluations of the run.
 
-    Classes in another order than the run's, or fewer of them, are matched by name; the loss is then not computed.
+    Several processes share the work. If the data have the classes of the run in another order, or only some of them,
+    classes are matched by name, and no losses are computed. For the arguments see `open_any`.
 
     Raises:
-        BadInput: the data has classes that the run does not know; relations, and not the run's classes.
+        BadInput: the data have classes that the run does not know; or the run predicts relations, and the classes
+            differ.
     """
     config = run.config
     device = accelerator.device
@@ -144,7 +165,7 @@ def predict_run(
 
 
 def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.device) -> DataLoader:
-    """Return the loader of a table with the image sizes and batches of a run's evaluations. config: of the run."""
+    """Return a loader of a table with the image and batch sizes of a run's evaluations; config: the run's settings."""
     data = config["data"]
     return validation_loader(
         table,
@@ -157,7 +178,7 @@ def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.d
 
 
 def _loss_weights(run: Run, detector: Detector) -> LossWeights:
-    """Return the loss weights of a run without those of distillation; learned ones are the checkpoint's."""
+    """Return the loss weights of a run, without losses of distillation; learned weights are from the checkpoint."""
     weights = {name: value for name, value in run.config["loss"]["weights"].items() if name not in DISTILLATION_LOSSES}
     loss_weights = LossWeights(detector.loss_names, weights, detector.default_weights)
     loss_weights.load_state_dict(run.checkpoint.tensors.get("loss_weights", {}))
@@ -165,8 +186,11 @@ def _loss_weights(run: Run, detector: Detector) -> LossWeights:
 
 
 def open_predictions_file(path: str | Path, options: SplitOptions, say: Say) -> Predicted:
-    """Read a predictions file, of this or another program, with its data: the requested data, those it names, or its
-    run's."""
+    """Read a predictions file, of this or another program, and open its data.
+
+    These are the data in `options`, else the data that the file's metadata name, else those of the run that the file
+    lies in. For errors see `read_predictions`; also raises BadInput if no data are known.
+    """
     about = read_about(path)
     folder, data, table = _data_of(path, about, options, say)
     read = read_predictions(path, table)
@@ -218,7 +242,10 @@ def _data_of(
 
 
 def split_arguments(config: Mapping, options: SplitOptions) -> dict:
-    """Return the arguments of `open_split`, from the settings of a run and the options that replace them."""
+    """Return the keyword arguments of `open_split` for the validation data of a run, or the data in `options` instead.
+
+    config: the settings of the run.
+    """
     data = config["data"]
     split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"

@@ -1,4 +1,4 @@
-"""Prediction on images with any detector, of this toolkit, exported, or of transformers, in one loop."""
+"""Predicts on images with any kind of detector: of this toolkit, exported, or of transformers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,22 +29,24 @@ NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
 @dataclass
 class Predictor:
-    """A detector in evaluation mode with its classes and thresholds.
+    """A detector in evaluation mode with its classes and thresholds; call it with images.
 
-    source: description of where it came from.
-    categories: classes in the order of the labels, with the ids that the training data gave them.
-    predict: `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the CPU: `boxes
-        (K, 4)` float32 xyxy in pixels of that image, as the detector gives them (transformers clips nothing); `scores
-        (K,)` above the threshold, best first; `labels (K,)` int64; of scene graphs also `pairs (P, 2)` of positions in
-        `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores (K, attributes)` if the
-        model predicts any. Detections do not depend on the other images of a batch: batches are made of images of one
-        size, so none is padded to the size of another.
-    predicates, attributes: names, of scene graphs.
-    given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
-        list of `boxes (N, 4)` and `labels (N,)` for each image.
-    max_detections: detections of an image, over all classes, that an evaluation keeps.
-    size: what images are resized to, as in `input_hw`; None: nothing is known of it.
-    thresholds: the scores that the run's report recommends, by class name, and for all classes as ""; None: no report.
+    Attributes:
+        source: the origin of the detector, for people.
+        categories: classes in the order of the labels, with the ids that they have in the training data.
+        predict: function `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the
+            CPU: `boxes (K, 4)` float32 xyxy in pixels of that image, clipped only if the detector clips them; `scores
+            (K,)` above the threshold, best first; `labels (K,)` int64; for scene graphs with P relations also `pairs
+            (P, 2)` of rows of `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores
+            (K, attributes)` if the model predicts attributes. Only images of one size are put into a batch, so no
+            image is padded to the size of another, and detections do not depend on the other images.
+        predicates, attributes: their names, for scene graphs.
+        given: "boxes" or "boxes and labels" if a scene graph model describes given boxes: `predict` then takes a third
+            argument, `boxes (N, 4)` and `labels (N,)` of each image. None: it finds boxes itself.
+        thresholds: the scores that the run's report recommends, by class name, and under "" the one for all classes;
+            None: there is no report.
+        max_detections: number of detections of an image, over all classes, that an evaluation keeps.
+        size: the size to which images are resized, see `input_hw`; None: it is not known.
     """
 
     source: str
@@ -59,7 +61,7 @@ class Predictor:
 
     @property
     def recommended_threshold(self) -> float:
-        """Return the score that the report found best for all classes together, or 0.3 without a report."""
+        """The score threshold that the run's report recommends for all classes together; 0.3 without a report."""
         return (self.thresholds or {}).get("", DEFAULT_THRESHOLD)
 
     @property
@@ -67,8 +69,12 @@ class Predictor:
         return [category.name for category in self.categories]
 
     def __call__(self, images, score_threshold: float | None = None):
-        """Detect objects in images of any kind that `as_image` takes: return one dict, or a list of dicts for a list
-        of images."""
+        """Detect objects in one image or in a list of images; return one dict, or a list of dicts, as `predict` does.
+
+        Args:
+            images: of any kind that `as_image` takes.
+            score_threshold: only detections with a higher score are returned; None: `recommended_threshold`.
+        """
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
         detections = self.predict(
@@ -78,7 +84,13 @@ class Predictor:
         return detections if several else detections[0]
 
     def as_json(self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True) -> dict:
-        """Return `detections` of an image as in predictions.json, and `relations` of a scene graph."""
+        """Return the detections of an image in the form of predictions.json: `detections`, and `relations` of a scene
+        graph.
+
+        Args:
+            all_scores: add the scores of all predicates to each relation.
+            graph_constraint: True: one relation for each pair; False: a pair can have several predicates.
+        """
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
         if "pairs" in detections:
             graph = detections if graph_constraint else without_graph_constraint(detections)
@@ -87,13 +99,14 @@ class Predictor:
 
 
 def as_image(image) -> Tensor:
-    """Convert a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W) to such a tensor, in RGB.
+    """Convert a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W) to a tensor uint8 (3, H, W),
+    RGB.
 
-    A PIL image is decoded as in training: upright, 16 bits scaled, without alpha.
+    A PIL image is decoded as in training: turned upright, 16 bits scaled to 8, without alpha.
 
     Raises:
-        BadInput: anything else, and a PIL image whose file training refuses too: cut off, damaged, with pixels that are
-            no colours, or with more of them than the default of data.max_image_pixels.
+        BadInput: `image` is none of these; or it is a PIL image that training would refuse too: truncated, damaged,
+            with pixels that are not colours, or with more pixels than the default of `data.max_image_pixels`.
     """
     if isinstance(image, Image.Image):
         try:
@@ -117,7 +130,8 @@ def as_image(image) -> Tensor:
 
 
 def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
-    """Return a predictor that keeps only these classes. Raises BadInput for names that it does not know."""
+    """Return a copy of a predictor that keeps only detections of the classes `names`. Raises BadInput for unknown ones.
+    """
     label_of = {name: label for label, name in enumerate(predictor.class_names)}
     unknown = [name for name in names if name not in label_of]
     if unknown:
@@ -127,9 +141,10 @@ def of_classes(predictor: Predictor, names: Sequence[str]) -> Predictor:
 
 
 def from_report(predictor: Predictor) -> Predictor:
-    """Return a predictor whose detections have at least the score that the report recommends for their class.
+    """Return a copy of a predictor that keeps only detections with at least the score that the run's report recommends
+    for their class.
 
-    Call it with the smallest of `thresholds`. Raises BadInput without a report.
+    Call its `predict` with the score threshold `smallest_threshold(predictor)`. Raises BadInput if there is no report.
     """
     if predictor.thresholds is None:
         raise BadInput(
@@ -168,9 +183,9 @@ def _loop(prepare: Callable, find: Callable):
     """Return the `Predictor.predict` of a detector.
 
     Args:
-        prepare: (image, its given boxes) -> (pixels as the detector wants them, what else belongs to them).
-        find: (these of images with pixels of one shape, sizes (B, 2) int64 of the images, score_threshold) ->
-            `Detections` of each, in pixels of the image.
+        prepare: function (image, its given boxes) -> (pixels for the detector, any further data for `find`).
+        find: function (results of `prepare` whose pixels have one shape, sizes (B, 2) int64 (height, width) of the
+            images, score_threshold) -> `Detections` of each image, in pixels of the image.
     """
 
     @torch.no_grad()
@@ -192,8 +207,12 @@ def _loop(prepare: Callable, find: Callable):
 
 
 def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int = MIN_TOP_K):
-    """Return the `Predictor.predict` of a detector of this toolkit. size: what images are resized to, as in
-    `input_hw`; top_k: maximum number of detections per image."""
+    """Return the function `Predictor.predict` of a detector of this toolkit.
+
+    Args:
+        size: the size to which images are resized, see `input_hw`.
+        top_k: maximum number of detections per image.
+    """
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
         device = next(detector.parameters()).device
@@ -212,8 +231,12 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int 
 
 
 def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
-    """Return the `Predictor.predict` of an exported detector. top_k: maximum number of detections per image, None:
-    all rows."""
+    """Return the function `Predictor.predict` of an exported detector.
+
+    Args:
+        run, about: result of `open_exported`.
+        top_k: maximum number of detections per image; None: all that the file returns.
+    """
 
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Detections]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
@@ -235,7 +258,7 @@ def _relations_among(
     predicate_scores: Tensor,
     triplet_scores: Tensor,
 ) -> Detections:
-    """Return the relations of an exported graph between the objects `keep`, rows of its `count` objects."""
+    """Return the relations of an exported scene graph between two objects in `keep`, rows of its `count` objects."""
     place = torch.full((count,), -1)
     place[keep] = torch.arange(len(keep))
     rows = (place[pairs] >= 0).all(1) & (triplet_scores > 0)
@@ -244,8 +267,12 @@ def _relations_among(
 
 
 def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
-    """Return the `Predictor.predict` of a detector of transformers, whose processor prepares images one by one.
-    top_k: maximum number of detections per image."""
+    """Return the function `Predictor.predict` of a detector of transformers.
+
+    Args:
+        processor: its image processor, which prepares images one by one.
+        top_k: maximum number of detections per image.
+    """
     device = next(model.parameters()).device
 
     def prepare(image: Tensor, _) -> tuple[Tensor, Mapping]:
@@ -270,8 +297,10 @@ def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
 
 
 def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Detections = NO_BOXES) -> tuple[Tensor, Detections]:
-    """Resize an image for a detector, and return it with a target of its boxes, without relations. size: as in
-    `input_hw`."""
+    """Resize an image and its given boxes for a detector; return the image and a target with the boxes.
+
+    size: see `input_hw`.
+    """
     count = len(boxes["boxes"])
     nothing = {
         "area": torch.zeros(count),
@@ -282,8 +311,10 @@ def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Detections = N
 
 
 def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
-    """Return the (h, w) that an image of `size_hw` is resized to; `size` as in
-    `toolkit.data.pipeline.processor_size`."""
+    """Return the (height, width) in pixels to which an image of the size `size_hw` is resized.
+
+    size: see `toolkit.data.pipeline.processor_size`; None: images keep their size.
+    """
     if size is None:
         return size_hw
     if "shortest_edge" in size:
@@ -295,10 +326,12 @@ def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[
 
 
 def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
-    """Predict on a table, and return predictions in the labels of the table.
+    """Predict on all images of a data table, and return the predictions with the labels of the table.
+
+    The best `predictor.max_detections` of an image are kept.
 
     Raises:
-        BadInput: the table has classes that the predictor does not know, or an image that cannot be read.
+        BadInput: the table has classes that the predictor does not know, or an image cannot be read.
     """
     labels = labels_in(table, predictor.class_names, predictor.source)
     most = predictor.max_detections
@@ -307,11 +340,11 @@ def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
 
 
 def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Detections]:
-    """Yield the detections of any score in each image of a table, in the labels of the predictor, with relations of
-    graphs.
+    """Yield the detections in each image of a data table, with scores above 0 and the predictor's labels; for a scene
+    graph model with relations.
 
     Raises:
-        BadInput: an image that cannot be read.
+        BadInput: an image cannot be read.
     """
     bar = tqdm(
         total=len(table),
@@ -332,11 +365,15 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Dete
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:
-    """Return the label in the table of each class of a model, (classes,) int64, by name; -1: the table does not have
-    the class.
+    """Return (classes,) int64: the label in a data table for each class of a model, matched by name; -1 if the table
+    does not have the class.
+
+    Args:
+        names: names of the model's classes in the order of its labels.
+        source: name of the model, for messages.
 
     Raises:
-        BadInput: the table has a class that the model, called `source`, does not know.
+        BadInput: the table has a class that the model does not know.
     """
     position = {name: label for label, name in enumerate(table.class_names)}
     missing = [name for name in table.class_names if name not in names]
@@ -346,7 +383,12 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
 
 
 def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Detections:
-    """Return the best `max_detections` of an image in the labels of a table, without classes that the table lacks."""
+    """Return the detections of an image with the labels of a data table.
+
+    Detections of classes that the table does not have are left out; of the others the best `max_detections` are kept.
+
+    labels: result of `labels_in`.
+    """
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
     return {

@@ -1,4 +1,4 @@
-"""Tiled prediction on large images, and flip test-time augmentation, merged into one result."""
+"""Predicts on large images in tiles, or on each image and its mirror image, and merges the detections."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,18 +18,22 @@ BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border 
 
 
 def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
-    """Return a predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
+    """Return a copy of a predictor that predicts on overlapping tiles of each image and merges the detections.
+
+    An image that fits into one tile is predicted on as a whole. Every tile is resized to the size that the detector was
+    trained with. A box that is cut off by a border between tiles is dropped if another box of its class contains most
+    of it.
 
     Args:
-        tile: longer side in pixels of tiles that have the aspect of the images the detector was trained on, squares if
-            that is not known; every tile is resized to what the detector was trained with.
-        overlap: share of a side that neighbours have in common; objects up to that size are whole in one of them.
-        nms_iou: boxes of a class that overlap more are one.
-
-    A box that a border between tiles cuts is dropped where another one of its class has most of it.
+        tile: longer side of a tile in pixels. Tiles have the aspect ratio of the images that the detector was trained
+            on, and are squares if that is not known.
+        overlap: overlap of neighbouring tiles as a fraction of their side, from 0 to 0.9; an object up to the size of
+            the overlap is not cut off in at least one tile.
+        nms_iou: IoU above which the worse of two boxes of a class is dropped.
+        batch_size: number of tiles in a batch.
 
     Raises:
-        BadInput: a tile of no size, an overlap outside [0, 0.9], a scene-graph detector.
+        BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model.
     """
     if tile < 1 or not 0 <= overlap <= 0.9:
         raise BadInput(f"--tile {tile} --overlap {overlap}: expected at least one pixel, and 0 to 0.9 of a tile")
@@ -68,9 +72,11 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
-    """Return a predictor that runs on every image twice, once mirrored left to right.
+    """Return a copy of a predictor that predicts on every image and on its mirror image (left to right), and merges the
+    detections.
 
-    Boxes of a class that overlap by more than `nms_iou` are one, at the mean of both places by their scores.
+    Boxes of a class with an IoU of at least `nms_iou` are merged into one, whose coordinates are the mean weighted by
+    the scores. Raises BadInput for a scene graph model.
     """
     _refuse_graphs(predictor, "--flip")
 
@@ -89,7 +95,10 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
 
 
 def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
-    """Return the (h, w) of tiles with a longer side of `tile` pixels and the aspect ratio of `size`, if it has one."""
+    """Return the (height, width) in pixels of tiles with a longer side of `tile` pixels.
+
+    Tiles have the aspect ratio of `size`, or are squares if `size` has no height and width.
+    """
     size = size or {}
     height, width = size.get("height", 1), size.get("width", 1)
     longer = max(height, width)
@@ -97,7 +106,15 @@ def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
 
 
 def starts(length: int, tile: int, overlap: float) -> list[int]:
-    """Return where tiles begin along a side: evenly spaced, and the last one ends with the image."""
+    """Return the positions in pixels at which tiles begin along one side of an image.
+
+    They are evenly spaced, and the last tile ends with the image.
+
+    Args:
+        length: side of the image in pixels.
+        tile: side of a tile in pixels.
+        overlap: smallest overlap of neighbouring tiles, as a fraction of `tile`.
+    """
     if length <= tile:
         return [0]
     step = max(1, int(tile * (1 - overlap)))
@@ -106,9 +123,12 @@ def starts(length: int, tile: int, overlap: float) -> list[int]:
 
 
 def merged(parts: Sequence[Detections], nms_iou: float, cut: Tensor | None = None) -> Detections:
-    """Merge several sets of detections of one image, best first, by non-maximum suppression class by class.
+    """Merge several sets of detections of one image by class-wise NMS; the result is sorted, best first.
 
-    cut: (K,) bool, boxes of all parts that end where a tile ends; they are dropped if a whole box has most of them.
+    Args:
+        nms_iou: IoU above which the worse of two boxes of a class is dropped.
+        cut: (K,) bool for the K boxes of all parts together: whether a border between tiles cuts off the box. Such a
+            box is dropped if another box of its class contains most of it. None: no box is cut off.
     """
     joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
     if cut is not None and cut.any():
@@ -119,9 +139,11 @@ def merged(parts: Sequence[Detections], nms_iou: float, cut: Tensor | None = Non
 
 
 def _inside_another(detections: Detections, cut: Tensor) -> Tensor:
-    """Return (K,) bool, true for a cut box if another one of its class contains `MIN_CONTAINED_SHARE` of it, is whole
-    or larger, and has at least `MIN_SCORE_RATIO` of its score. Works class by class, since all pairs of the detections
-    in a hundred tiles would take gigabytes."""
+    """Return (K,) bool: True for a box that is cut off if another box of its class contains `MIN_CONTAINED_SHARE` of
+    it, is not cut off itself or is larger, and has at least `MIN_SCORE_RATIO` of its score.
+
+    Computed class by class, because all pairs of the detections in a hundred tiles would take gigabytes.
+    """
     boxes = detections["boxes"]
     scores = detections["scores"]
     inside = torch.zeros_like(cut)

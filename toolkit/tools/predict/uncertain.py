@@ -1,5 +1,5 @@
-"""The images most worth labelling next: those that a detector is least sure of, and that look different from each
-other."""
+"""Chooses the images most worth labelling next: images on which a detector is uncertain, and which look different from
+each other."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ def most_uncertain(
     count: int,
     batch_size: int = 8,
 ) -> dict[Path, tuple[float, float]]:
-    """Choose the `count` images most worth labelling, and return them in the order of choice, each with its
-    `uncertainty`. Unreadable files are left out.
+    """Choose the `count` images most worth labelling; return {image file: result of `uncertainty`} in the order of
+    choice. Files that cannot be read are left out.
 
-    The images with the largest sum of entropy and disagreement are candidates. The first of them is chosen, then again
-    and again the one that looks least like all that are chosen (Sener and Savarese, ICLR 2018, greedy k-centre, here on
-    thumbnails), so that near duplicates come last.
+    Candidates are the images with the largest sums of entropy and disagreement. The most uncertain one is chosen first;
+    each next one is the candidate that looks least like all images chosen so far (greedy k-centre of Sener and
+    Savarese, ICLR 2018, here on thumbnails), so that near duplicates come last.
 
-    Raises BadInput: a count below 1, a predictor that describes given boxes.
+    Raises BadInput if `count` is below 1, or the predictor describes given boxes.
     """
     if count < 1 or predictor.given:
         wants = "expected the number of images, 1 or more" if count < 1 else f"{predictor.source} finds no boxes itself"
@@ -63,11 +63,14 @@ def most_uncertain(
 
 
 def uncertainty(found: Detections, mirrored: Detections, width: int) -> tuple[float, float]:
-    """Return (entropy, disagreement), each from 0 to 1, of the detections in an image of this width and in its mirror
-    image.
+    """Return (entropy, disagreement), each from 0 to 1, of the detections in an image and in its mirror image.
 
-    Entropy is the mean over the scores. Disagreement is 1 - 2 M / S: S sums the scores of both sets; M is the largest
-    sum, over pairs of detections of one class, of IoU times the smaller score. It is 0 where both sets are empty.
+    Entropy is the mean binary entropy of the scores in `found`, in bits; 0 without detections. Disagreement is
+    1 - 2 M / S. S is the sum of all scores in `found` and `mirrored`. For M, detections of one class are matched one to
+    one between `found` and `mirrored`, so that the sum of IoU times the smaller score of each pair is largest; M is
+    this sum. Disagreement is 0 if there are no detections.
+
+    width: width of the image in pixels.
     """
     scores = found["scores"].double().clamp(1e-9, 1 - 1e-9)
     entropy = -(scores * scores.log2() + (1 - scores) * (1 - scores).log2())
@@ -84,8 +87,11 @@ def uncertainty(found: Detections, mirrored: Detections, width: int) -> tuple[fl
 
 
 def farthest_first(looks: np.ndarray, count: int) -> list[int]:
-    """Choose up to `count` rows of (N, D): the first, then each time the one farthest from its nearest chosen row;
-    of equally far ones the first."""
+    """Choose up to `count` rows of `looks` (N, D), points in D dimensions, and return their indices.
+
+    The first row is chosen first; each next one is the row that is farthest from its nearest chosen row, and the first
+    of several that are equally far.
+    """
     chosen = [0]
     distance = np.linalg.norm(looks - looks[0], axis=1)
     while len(chosen) < min(count, len(looks)):
@@ -96,7 +102,8 @@ def farthest_first(looks: np.ndarray, count: int) -> list[int]:
 
 
 def write_uncertain(chosen: Mapping[Path, tuple[float, float]], path: Path) -> None:
-    """Write a CSV file with a row for each image, in their order: file, uncertainty, entropy, disagreement."""
+    """Write the result of `most_uncertain` to a CSV file, with a row for each image: file, uncertainty (the sum of the
+    next two), entropy, disagreement."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         rows = [(image, sum(both), *both) for image, both in chosen.items()]
         csv.writer(file).writerows([("file", "uncertainty", "entropy", "disagreement"), *rows])

@@ -1,6 +1,7 @@
-"""Prediction on videos and cameras: JSON lines and drawn frames, with memory that does not depend on the length.
+"""Predicts on videos and cameras, and writes JSON lines and drawn frames; the memory needed does not depend on the
+length.
 
-PyAV (the extra `video`) reads and writes them.
+Videos are read and written by PyAV (the extra `video`).
 """
 
 import json
@@ -34,9 +35,13 @@ class Frame(NamedTuple):
 
 
 class Video(AbstractContextManager):
-    """The frames of a file, or of a camera by its number, once from the first to the last.
+    """A video file or camera, whose frames can be iterated over once; use it in a `with` statement.
 
-    `rate`: frames a second. Use it in a `with`.
+    source: path of the file, or number of the camera.
+
+    Attributes:
+        rate: frames per second.
+        broken: why the video ended early, set at the end of the iteration; None: it did not.
 
     Raises:
         BadInput: PyAV is not installed, the file or camera does not exist, or it has no video.
@@ -62,7 +67,7 @@ class Video(AbstractContextManager):
         self._container.close()
 
     def __iter__(self) -> Iterator[Frame]:
-        """Yield the frames; afterwards `broken` says why the file ended early, if it did."""
+        """Yield the frames from the first to the last."""
         av = import_extra("av", "video", "videos")
         try:
             for index, frame in enumerate(self._container.decode(self._stream)):
@@ -88,7 +93,10 @@ class Video(AbstractContextManager):
 
 
 class VideoWriter:
-    """Writer of frames of one size to an MP4 file, in H.264 if PyAV has it; the file is opened with the first frame."""
+    """Writes frames of one size to an MP4 file, in H.264 if PyAV has it, else in MPEG-4.
+
+    The file is created when the first frame is added. rate: frames per second.
+    """
 
     def __init__(self, path: Path, rate: Fraction):
         self.path = path
@@ -96,8 +104,8 @@ class VideoWriter:
         self._container = None
 
     def add(self, pixels: np.ndarray) -> None:
-        """Write a frame. pixels: uint8 (H, W, 3) RGB; the last row or column of an odd side is left out, as the
-        format requires."""
+        """Write a frame, uint8 (H, W, 3) RGB. If a side is odd, the last row or column is left out, because the format
+        needs even sides."""
         av = import_extra("av", "video", "videos")
         pixels = np.ascontiguousarray(pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2])
         if self._container is None:
@@ -127,16 +135,19 @@ def predict_video(
     max_frames: int | None = None,
     on_frame=lambda: None,
 ) -> tuple[int, str | None]:
-    """Write the detections of every frame.
+    """Predict on every frame of a video or camera, and write the detections.
 
     Args:
-        lines: file for one JSON object a frame: `frame` from 0, `time_s`, `detections` as in predictions.json.
-        drawn: MP4 file for the frames with boxes; None: not written.
-        max_frames: stop after so many; a camera has no end.
-        on_frame: called after each frame.
+        source: path of a video file, or number of a camera.
+        lines: file to write, with one JSON object per frame: `frame` (from 0), `time_s`, and `detections` as in
+            predictions.json.
+        drawn: MP4 file to write, with the frames and their boxes; None: it is not written.
+        score_threshold: only detections with a higher score are written.
+        max_frames: number of frames after which to stop; None: stop at the end, which a camera does not have.
+        on_frame: called without arguments after each frame.
 
     Returns:
-        the number of frames, and why the source ended early, if it did.
+        the number of frames, and why the video ended early; None if it did not.
     """
     count = 0
     lines.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The model card of a `final/` folder: training data and settings, metrics, and how to load it."""
+"""Writes the model card of a `final/` folder: training data and settings, metrics, and how to load the model."""
 
 import json
 import shlex
@@ -62,11 +62,15 @@ print(model.eval()([to_tensor(Image.open("photo.jpg"))]))
 
 
 def write_card(folder: Path, class_names: Sequence[str], licence: str = LICENCE) -> Path:
-    """Write `README.md` of a final folder, which `huggingface_hub.ModelCard.load` reads.
+    """Write the model card `README.md` to a `final/` folder, and return the file.
+
+    The format is that of the Hugging Face hub, which `huggingface_hub.ModelCard.load` reads. If the folder above is a
+    run folder, the card has its data, settings, commit and metrics.
 
     Args:
-        folder: with the model; what the run folder above it says of data, settings, commit and figures goes in.
-        licence: as the hub spells it.
+        folder: the `final/` folder, with the model.
+        class_names: names of the classes in the order of the labels.
+        licence: name of the licence as the hub spells it, such as "apache-2.0".
     """
     folder = Path(folder)
     run = folder.parent if (folder.parent / CONFIG_FILE).is_file() else None
@@ -114,7 +118,7 @@ def _counted_classes(names: Sequence[str]) -> str:
 
 
 def best_row(run: Path) -> dict:
-    """Return the evaluation of the best checkpoint of a run, without its prefix; empty if there is none."""
+    """Return the metrics of a run's best checkpoint by name, such as "bbox_AP", and its `step`; empty without any."""
     state = read_json_object(run / "checkpoints" / "best" / "state.json")
     metric = (read_groups(run / CONFIG_FILE).get("eval") or {}).get("metric_for_best")
     if not isinstance(metric, str):
@@ -206,6 +210,6 @@ def _training(settings: Mapping, environment: Mapping) -> str:
 
 
 def check_licence(licence: str) -> None:
-    """Check the name of a licence. Raises BadInput for a name that the hub would refuse."""
+    """Raise BadInput if the name of a licence is not in a form that the Hugging Face hub accepts."""
     if not licence or not all(c.isalnum() or c in "-." for c in licence):
         raise BadInput(f"--licence {licence!r}: expected a name as the hub spells it, such as apache-2.0 or mit")

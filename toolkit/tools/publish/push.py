@@ -1,4 +1,4 @@
-"""Publication of a finished run: its report, its model card, and `final/` on the Hugging Face hub."""
+"""Publishes a finished run: writes its report and its model card, and uploads `final/` to the Hugging Face hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from toolkit.tools.report import write_report
 
 
 def final_folder(source: str | Path) -> Path:
-    """Return the `final/` folder of a run, or the given one. Raises BadInput if there is none."""
+    """Return the `final/` folder `source`, or the one in the run folder `source`. Raises BadInput if there is none."""
     path = Path(source).expanduser()
     for folder in (path, path / "final"):
         if (folder / "categories.json").is_file() and (folder / "config.json").is_file():
@@ -20,9 +20,11 @@ def final_folder(source: str | Path) -> Path:
 
 
 def report_and_card(run_folder: Path, table, trained: bool) -> None:
-    """Write the report of a finished run, and then the card of its model again, with the intervals from the report.
+    """Write the report of a finished run, and then its model card again, with the confidence intervals of the report.
 
-    table: the validation data. trained: it has a new model, and was not an evaluation alone.
+    Args:
+        table: the validation data.
+        trained: True: the run has trained a model; False: it has only evaluated, and the card is not written.
     """
     write_report(run_folder, table, state="done")  # status.json is written after the report
     card = run_folder / "final" / "README.md"
@@ -31,9 +33,10 @@ def report_and_card(run_folder: Path, table, trained: bool) -> None:
 
 
 def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
-    """Write the model card of a run or `final/` folder again, with the results of the run's report.
+    """Write the model card of a run or `final/` folder again, with the results of the run's report; return the file.
 
-    Raises BadInput: no such folder, no such licence, or a file of the run that is damaged.
+    licence: see `write_card`. Raises BadInput if the folder does not exist, the name of the licence is not valid, or a
+    file of the run is damaged.
     """
     folder = final_folder(source)
     check_licence(licence)
@@ -45,18 +48,17 @@ def write_run_card(source: str | Path, licence: str = LICENCE) -> Path:
 
 
 def push(source: str | Path, name: str, *, private: bool = False, licence: str = LICENCE, say=print) -> str:
-    """Write the model card again, upload the folder, and return the address of the model.
+    """Write the model card again, upload the `final/` folder to the Hugging Face hub, and return the model's address.
 
     Args:
-        source: run or `final/` folder.
-        name: `user/name` on the hub; created if it does not exist.
-        say: called with the address of the uploaded model.
-
-    Returns:
-        the address of the model.
+        source: a `final/` folder, or the run folder with the one to upload.
+        name: `user/name` of the repository on the hub, which is created if it does not exist.
+        private: make a new repository private.
+        licence: see `write_card`.
+        say: called with a message that has the address.
 
     Raises:
-        BadInput: no such folder, no token, a name or token that the hub refuses, or no connection.
+        BadInput: the folder does not exist; there is no token or no connection; or the hub refuses name or token.
     """
     from huggingface_hub import ModelCard
 
@@ -72,10 +74,13 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
 
 
 def check_push(name: str) -> None:
-    """Ask the hub, without changing it, whether `push` may write under this name, before hours of training.
+    """Check before a training that `push` will be allowed to write to the repository `name` on the Hugging Face hub.
+
+    Nothing is changed there.
 
     Raises:
-        BadInput: no token, or one that may only read, an invalid name or another user's, or no connection.
+        BadInput: there is no token or no connection, the token may only read, or the name is not valid or belongs to
+            another user.
     """
     from huggingface_hub.utils import validate_repo_id
 

@@ -1,1 +1,1 @@
-"""Windows that the NaN guard refused: searched for the cause, reported, and run again by the script's own loop."""
+"""Diagnoses and reports windows that the NaN guard has refused, and runs them again with the script's own loop."""

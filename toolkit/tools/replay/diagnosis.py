@@ -1,4 +1,4 @@
-"""The diagnosis of a non-finite value: the window is run again under observation, and the place is described."""
+"""Diagnoses a non-finite value: runs the window again, finds where the value appears first, and describes the place."""
 
 import dataclasses
 import math
@@ -22,20 +22,26 @@ Facts = Mapping[str, Any]
 def diagnose(model: nn.Module, run_window: RunWindow, scale: float = 1.0) -> dict:
     """Run a window again and find where the first non-finite number appears.
 
-    scale: loss scale that the window's gradients carry.
+    Gradients of the model are dropped before and afterwards. Its buffers are changed by the window.
+
+    Args:
+        run_window: runs forward and backward pass of the window, and returns the losses of each micro-batch.
+        scale: loss scale by which the window's gradients are multiplied.
 
     Returns:
-        where: "parameters", "module", "loss", "gradient", "norm" (of gradients that are all finite) or "unknown"
-            (everything is finite this time).
-        first_nonfinite_module, module_type, kind: the first module that finished with a non-finite output, or None.
-            kind: "output": from finite inputs; "input": its input, from the code of the module around it or from the
-            batch, is not finite; "parameters": its own parameters are not finite; "criterion": not part of the model's
-            forward, which stayed finite.
-        window_losses: {name: float} per micro-batch.  nonfinite_gradients: names of parameters.
-        backward: for "gradient", the operation with the non-finite derivative.  error: that the run raised, if any.
+        where: "parameters", "module", "loss", "gradient", "norm" (all gradients are finite, but not their norm) or
+            "unknown" (everything is finite this time).
+        first_nonfinite_module, module_type: name and class of the first module that finished with a non-finite output,
+            or None.
+        kind: origin of that output. "output": the module's inputs are finite; "input": its input, from the code around
+            the module or from the batch, is not finite; "parameters": its own parameters are not finite; "criterion":
+            the module is not part of the model's forward pass, which was finite.
+        window_losses: {name: float} for each micro-batch.
+        nonfinite_gradients: names of the parameters with non-finite gradients.
+        nonfinite_state: an empty list.
+        backward: for "gradient", the operation with the non-finite derivative.
+        error: the exception that the run raised, as text, or None.
         largest_gradient: for "norm", [name of the parameter, largest magnitude].
-
-    Gradients are dropped before and after. Buffers keep the changes of the window.
     """
     finding = nothing_found()
     drop_gradients(model)
@@ -72,14 +78,17 @@ def replay(
     run_window: RunWindow,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> dict:
-    """Run a reported window again on a detector that holds the report's model state.
+    """Run a reported window again, on a detector that holds the model state of the report.
 
-    run_window: `Window.run_again` of the report, or the loop of the script itself. tensors: from `load_named_state`.
+    Args:
+        report, batches: from `load_report`.
+        run_window: runs the window: `Window.run_again`, or the script's own loop.
+        tensors: from `load_named_state`.
 
     Returns:
-        The finding of `diagnose`, and `reproduced`: whether the same fault appeared in the same place. For a state that
-        was not finite before the window: whether the stored state is not; `lacking`: the names of reported tensors that
-        the report does not hold.
+        the finding of `diagnose`, with further entries. reproduced: whether the same fault appeared in the same place;
+        if the state was not finite before the window, whether the stored state is not finite. batch: names of
+        non-finite tensors in the batches. lacking: names of reported tensors that the report does not hold.
     """
     if report["where"] == "rate":
         return nothing_found() | {"where": "rate", "batch": [], "lacking": [], "reproduced": True}
@@ -99,7 +108,7 @@ def replay(
 
 
 def describe_finding(finding: Facts) -> str:
-    """Describe the place of the fault in one sentence."""
+    """Return a sentence that says where the fault in a finding of `diagnose` is."""
     module = f"{finding['first_nonfinite_module']} ({finding['module_type']})"
     if finding["where"] == "batch":
         return f"not finite in the batch: {', '.join(finding['batch'])}."
@@ -153,9 +162,9 @@ def _look_at_state(detector: nn.Module, names: Sequence[str], tensors: Mapping[s
 
 @contextmanager
 def _watch(model: nn.Module) -> Iterator[dict]:
-    """Record the first module of a forward pass that finishes with a non-finite output, in the yielded dict.
+    """Yield a dict that receives the first module that finishes with a non-finite output in a `with` block.
 
-    Inner modules finish before those around them, so it is the innermost one.
+    Inner modules finish before the modules around them, so the innermost one is recorded.
     """
     first = {"first_nonfinite_module": None, "module_type": None, "kind": None}
     in_forward = None  # before the first forward: SSD runs its backbone then for the shapes of its maps
@@ -233,7 +242,7 @@ def _is_broken(tensor: Tensor) -> bool:
 
 
 def nonfinite_names(batches: Sequence[Batch]) -> list[str]:
-    """Return the names of non-finite tensors of the window: "micro-batch 0: targets of image 42: boxes"."""
+    """Return names of the non-finite tensors in a window, such as "micro-batch 0: targets of image 42: boxes"."""
     names = []
     for i, batch in enumerate(batches):
         if _is_broken(batch.images):

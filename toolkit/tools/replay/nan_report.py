@@ -1,6 +1,7 @@
-"""The report of a non-finite value, in `<run>/nan/`: written when the guard of a run has refused a window, and read.
+"""Writes and reads the report of a non-finite value in `<run>/nan/`, which is written when the NaN guard of a run has
+refused a window.
 
-`scripts/replay.py` runs such a report again.
+`scripts/replay.py` runs the window of such a report again.
 """
 
 import json
@@ -56,26 +57,28 @@ def investigate(
     extra: Facts | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> str:
-    """Find the cause, let each rank at fault write its report, and leave buffers and gradients clean.
+    """Find the cause of a refused window, and write a report on each rank with the fault.
 
-    All ranks call it together, after `guard.decide` refused the window and before any other use of the model.
+    All ranks must call it together, after `guard.decide` has refused the window and before any other use of the model.
+    Buffers of the model are restored, and gradients dropped.
 
     Args:
-        model: the unwrapped model.
-        run_window: forward, criterion and backward of the window on the unwrapped model, without collectives, with the
-            window's own seeds (see `Window.run_again`); returns the losses of each micro-batch.
-        run_folder: reports go to `<run_folder>/nan/step_000123/rank0/`.
-        batches: the window of this rank.
-        context: stored in report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by group), scale, precision,
-            denominators (per micro-batch), action, config; everything that replaying needs.
-        stated: the finding, if the cause is not in the window, which is then not run again: `where` is "state", with
-            the names of the tensors that were not finite before the window in `nonfinite_state`, or "rate".
-        extra: state that the script adds to the run, for replaying.
-        tensors: by name, the tensors of a finding "state". The model's own state does not hold them all: moving
-            averages and optimizer state are not part of it, and its buffers are restored.
+        model: the model without wrappers.
+        run_window: runs forward pass, criterion and backward pass of the window on this model, without collectives and
+            with the seeds of the window (see `Window.run_again`); returns the losses of each micro-batch.
+        run_folder: the run folder; reports are written to `<run_folder>/nan/step_000123/rank0/`.
+        batches: the micro-batches of this rank.
+        context: everything that a replay needs, for report.json: step, epoch, seed, losses (reduced), grad_norm, lr (by
+            group), scale, precision, denominators (per micro-batch), action, ...
+        stated: a finding if the cause is known and not in the window, which is then not run again. Its `where` is
+            "state", with the names of the tensors that were not finite before the window in `nonfinite_state`, or
+            "rate" for a learning rate that is too large.
+        extra: the script's own state in the run.
+        tensors: tensors by name, for a finding "state". They are stored separately, because the model's state does not
+            have moving averages and optimizer state, and its buffers are restored.
 
     Returns:
-        The message for the log and status.json, the same on every rank: the fault, its place and the ranks.
+        a message for the log and status.json, the same on every rank: the fault, its place, and the ranks.
     """
     rank, _ = world()
     tensors = {name: _plain(tensor) for name, tensor in (tensors or {}).items()}
@@ -117,11 +120,19 @@ def write_nan_report(
     """Write the files of a report.
 
     They are report.json, report.txt, batch_<i>.safetensors, model.safetensors (the state before the update), extra.pt,
-    and state.safetensors (`tensors` of `investigate`).
+    and state.safetensors (`tensors` of `investigate`). After `MAX_FULL_REPORTS` reports in a run folder, the weights
+    are left out.
+
+    Args:
+        report: content of report.json.
+        batches: the micro-batches of this rank.
+        state: state dict of the model.
+        extra, tensors: see `investigate`.
 
     Returns:
-        The folder `<run_folder>/nan/step_000123/rank0` (rank0_2, ... when that step failed before); None, with a
-        warning, when it cannot be written: a full disk must not change the ranks' decision.
+        the folder `<run_folder>/nan/step_000123/rank0`, or rank0_2, ... if this step has a report already. If the files
+        cannot be written, a warning is given and None returned, because a full disk must not change the decision of
+        the ranks.
     """
     nan_folder = Path(run_folder) / "nan"
     wanted = nan_folder / f"step_{report['step']:06d}" / f"rank{report['rank']}"
@@ -157,10 +168,11 @@ def write_nan_report(
 
 
 def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor], dict[str, Any]]:
-    """Return (report, window, model state, extra) of a folder that `write_nan_report` made, as CPU tensors.
+    """Return (report, batches of the window, state dict of the model, extra) from a folder that `write_nan_report` has
+    written; tensors are on the CPU.
 
     Raises:
-        BadInput: it is not such a folder, its weights were left out, or a file cannot be read.
+        BadInput: the folder is not such a folder, the weights were left out, or a file cannot be read.
     """
     folder = Path(folder)
     needed = ("report.json", "batch_0.safetensors", "model.safetensors")
@@ -183,7 +195,7 @@ def load_report(folder: str | Path) -> tuple[dict, list[Batch], dict[str, Tensor
 def load_named_state(folder: str | Path) -> dict[str, Tensor]:
     """Return the tensors of a report whose finding is "state", by name, such as "exp_avg_sq of head.weight".
 
-    Other reports, and those of older versions, have none.
+    Other reports do not have such tensors: an empty dict is returned.
 
     Raises:
         BadInput: the file cannot be read.
@@ -196,9 +208,10 @@ def load_named_state(folder: str | Path) -> dict[str, Tensor]:
 
 
 def _forget_reports(newest: Path) -> str:
-    """Remove the reports of this process between the first and the newest ones, and list them; "" if none was removed.
+    """Delete the reports of this process between the first and the newest ones; return a remark on them, or "" if none
+    was deleted.
 
-    newest: the report that was written last. Reports with weights are never removed.
+    newest: the report that was written last. Reports with weights are never deleted.
     """
     rank = newest.name.split("_")[0]
     earlier = [path for path in newest.parent.parent.glob(f"step_*/{rank}*") if path.name.split("_")[0] == rank]

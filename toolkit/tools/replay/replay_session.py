@@ -1,7 +1,7 @@
-"""Replay of a reported window by the script that reported it.
+"""Runs a reported window again with the script of the run.
 
-`loop_of_script` runs the `train` of the script in a session of this module, so that changes of the script (losses,
-state, the loop) take effect as in the run; nothing is trained, written or downloaded.
+`loop_of_script` calls the function `train` of the script with a `ReplaySession`, so that the script's own additions
+(losses, state, the loop) take effect as in the run. Nothing is trained, written or downloaded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +39,10 @@ from toolkit.step.window import Window, autocast
 
 
 class ReportedWindow(TrainingWindow):
-    """The reported window, with the denominators, precision and loss scale that it had, on the CPU.
+    """The reported window on the CPU, with the denominators, precision and loss scale of the run.
 
-    Its batches are those that were trained on. Changes of the batches by the script are ignored, as they contain them.
+    Its batches are the reported ones, in which the script's changes of batches are contained already; new changes by
+    the script are ignored.
     """
 
     def __init__(self, t: Training, batches: Sequence[Batch], report: Mapping):
@@ -71,7 +72,7 @@ class ReportedWindow(TrainingWindow):
 
 
 class OneWindow(Training):
-    """The training of a script, of which only the forward and backward of the reported window are run."""
+    """The training that a script gets in a replay: it has one window, the reported one, and no update is made."""
 
     reported: ReportedWindow
 
@@ -89,15 +90,14 @@ class OneWindow(Training):
 
 
 class RefusingGuard(RunGuard):
-    """A guard that refuses the window, so that nothing is trained on it."""
+    """A NaN guard that refuses every update, so that nothing is trained."""
 
     def accepts(self, window: TrainingWindow, reduced: Mapping[str, float]) -> bool:
         return False
 
 
 def weights_as_they_were(detector: Detector, report: Mapping) -> LossWeights:
-    """Return the loss weights of a reported step as constants, including learned ones, for the detector's own
-    losses."""
+    """Return the weights of the detector's own losses at the reported step, as constants even if they were learned."""
     return LossWeights(
         detector.loss_names,
         {name: report["loss_weights"][name] for name in detector.loss_names},
@@ -111,8 +111,8 @@ def window_of_report(
     report: Mapping,
     batches: Sequence[Batch],
 ) -> Callable[[], list[dict[str, Tensor]]]:
-    """Return a function that runs the reported window through the detector and its criterion; see
-    `Window.run_again`."""
+    """Return a function that runs the reported window through the detector and its criterion, without the script, and
+    returns the losses of each micro-batch; see `Window.run_again`."""
     window = Window(
         batches,
         report["denominators"],
@@ -126,15 +126,17 @@ def window_of_report(
 
 
 class ReplaySession:
-    """The steps of a `Session` for a script's `train`: it builds everything around the reported window.
+    """A replacement of `Session` for a replay, which is given to the function `train` of a script.
 
     Args:
         config: settings of the run.
-        folder: for files that the script writes.
-        extra: state that the script added to the run, as it was before the window.
+        folder: an empty folder, for files that the script writes.
+        report, batches: from `load_report`.
+        detector: the detector with the weights of the report.
+        extra: the script's own state in the run, before the window.
 
     Attributes:
-        t: the training, once the script has asked for it.
+        t: the training, once the script has called `training`.
     """
 
     checkpoint = None
@@ -160,7 +162,7 @@ class ReplaySession:
         self._table = _table(folder, report, batches)
 
     def say(self, text: str) -> None:
-        """Print."""
+        """Print a text."""
         print(text)
 
     def open_data(self) -> tuple[DetectionTable, DetectionTable]:
@@ -168,7 +170,7 @@ class ReplaySession:
         return self._table, self._table
 
     def make_detector(self, table: DetectionTable, start: Callable | None = None) -> Detector:
-        """Return the detector with the weights that it had."""
+        """Return the detector with the weights of the report; the arguments have no effect."""
         return self._detector
 
     def training(
@@ -178,7 +180,7 @@ class ReplaySession:
         val_table: DetectionTable,
         evaluator: Any,
     ) -> "OneWindow":
-        """Build everything that the loop needs for the reported window."""
+        """Return a training whose only window is the reported one; `evaluator` has no effect."""
         report = self._report
         optimizer = torch.optim.SGD(
             [{"params": list(detector.parameters()), "name": "main"}],
@@ -225,9 +227,13 @@ def loop_of_script(
     """Return a function that runs the reported window through the script's `train_one_epoch` and returns the losses of
     each micro-batch.
 
-    extra: state that the script added to the run, as it was before the window.
+    Args:
+        module: the script.
+        config_file: settings of the run.
+        report, batches, detector, extra: see `ReplaySession`.
 
-    Raises BadInput: the script has no `train(session)` that asks for a training.
+    Raises:
+        BadInput: the script has no function `train(s)`, or that function does not call `s.training`.
     """
     train = getattr(module, "train", None)
     if train is None:

@@ -1,4 +1,4 @@
-"""The report of a run: `README.md` as a summary, `index.html` with everything, `report.json` for programs."""
+"""Writes the report of a run: `README.md` as a summary, `index.html` with everything, `report.json` for programs."""
 
 from pathlib import Path
 
@@ -12,18 +12,18 @@ __all__ = ["PREDICTIONS", "plot_curves", "series", "smoothed", "write_report"]
 
 
 def write_report(run_folder: Path, table=None, state: str = "") -> Path:
-    """Write `report/README.md` and `report/index.html` of a run again, from the files of its folder.
+    """Write the report of a run from the files in its folder, and return `report/README.md`.
+
+    The other files are `report/index.html` and, if predictions are judged, `report/report.json`.
 
     Args:
-        table: the data that `report/predictions.json` was made on, for the numbers behind the metrics. With None, or
-            without predictions, the page has only the curves and settings.
-        state: how the run has ended, if `status.json` does not say it yet because it is written after the report.
-
-    Returns:
-        The README.
+        table: the data that `report/predictions.json` was made on, on which these predictions are judged. If it is
+            None, or there are no predictions, the report has only curves and settings.
+        state: how the run has ended, such as "done", if `status.json`, which is written after the report, does not say
+            so yet.
 
     Raises:
-        BadInput: the predictions were made on other data.
+        BadInput: the predictions were made on other data than `table`.
     """
     from toolkit.tools.report.judgement import judge
     from toolkit.tools.report.write import write_page

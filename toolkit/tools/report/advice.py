@@ -1,6 +1,6 @@
-"""Suggestions of what to try next; each cites the figure it is based on and the flag to change.
+"""Suggests what to try next to improve a detector; each suggestion has its evidence and the flag to change.
 
-Each rule is a function that checks one thing and returns nothing without evidence.
+Each rule is a function that checks one thing and returns None without evidence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,14 @@ MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # 
 
 @dataclass(frozen=True)
 class Advice:
-    """A suggestion. topic: two or three words; evidence: the figures; advice: what to do, with the flag; command:
-    the command that does it."""
+    """A suggestion of what to try next.
+
+    Attributes:
+        topic: two or three words.
+        evidence: sentences with the numbers on which the suggestion is based.
+        advice: what to do, with the flag.
+        command: the command that does it; "": there is none.
+    """
 
     topic: str
     evidence: str
@@ -38,8 +44,12 @@ class Advice:
 
 
 def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
-    """Return every suggestion that the metrics of a detector, and the log and settings of its run if it has one,
-    support."""
+    """Return all suggestions for which there is evidence.
+
+    Args:
+        judged: the statistics of the detector.
+        run: metrics and settings of its run; None: there is no run.
+    """
     run = run or RunFacts()
     data = run.config.get("data", {})
     model = run.config.get("model", {})
@@ -76,7 +86,8 @@ def _hardly_anything(judged) -> Advice | None:
 
 
 def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps and values of the averaged weights, or of the raw ones if there are no averaged ones."""
+    """Return the steps and values of a metric with the averaged weights, or with the raw ones if there are no averaged
+    ones."""
     averaged = series(rows, f"val/ema/{metric}")
     return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 

@@ -1,9 +1,9 @@
-"""Bootstrap intervals of the twelve COCO metrics and of the AP of each class.
+"""Computes bootstrap intervals of the twelve COCO metrics and of the AP of each class.
 
 Images are resampled with replacement (Efron 1979). An image that is drawn twice has each of its scores twice, which
-raises every AP; the samples are therefore shifted so that their mean is the metric on the data, and the interval shows
-the spread only. Two detectors are compared on the same samples (paired), so that images that are hard for both cancel
-out.
+raises every AP. Therefore the values of a metric in the samples are shifted so that their mean is the metric on the
+data, and the interval shows their spread only. Two detectors are compared on the same samples (paired), so that the
+effect of images that are hard for both cancels out.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +20,10 @@ VALUES_PER_CHUNK = 1_000_000  # float32 values of one array, as many as fit in t
 
 
 def resample(matches: Matches, draws: int = NUM_DRAWS, seed: int = 0) -> CocoNumbers:
-    """Draw `draws` bootstrap samples; all detectors with the same number of images and the same seed get the same
-    images."""
+    """Draw `draws` bootstrap samples of the images, and return the metrics on each sample.
+
+    With the same number of images and the same seed, the samples are the same for all detectors.
+    """
     images = matches.num_images
     random = np.random.default_rng(seed)
     counts = np.zeros((draws, 0))
@@ -31,7 +33,7 @@ def resample(matches: Matches, draws: int = NUM_DRAWS, seed: int = 0) -> CocoNum
 
 
 def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
-    """Compute the metrics when image i counts `weights[i, b]` times; weights (I, B) float32."""
+    """Return the metrics on each of B samples; weights (images, B) float32 says how often a sample has each image."""
     draws = weights.shape[1]
     classes = matches.num_classes
     shared = ByClass(matches)
@@ -47,8 +49,13 @@ def weighted_numbers(matches: Matches, weights: np.ndarray) -> CocoNumbers:
 
 
 def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[float, float] | None:
-    """Return the interval of the middle `share` of the draws after shifting their mean to `value`; None: it is
-    undefined."""
+    """Return the (low, high) ends of the interval that contains the middle `share` of the draws, after a shift of their
+    mean to `value`. Return None if `value` is not finite, or none of the draws is.
+
+    Args:
+        draws: values of a metric in the bootstrap samples; those that are not finite are left out.
+        value: the metric on the data.
+    """
     draws = draws[np.isfinite(draws)]
     if not len(draws) or not np.isfinite(value):
         return None
@@ -58,7 +65,10 @@ def interval(draws: np.ndarray, value: float, share: float = 0.95) -> tuple[floa
 
 
 def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return AP (areas, IoUs, B) and recall (AR1, AR10, AR100, s, m, l; IoUs; B) of one class; NaN: nothing to find."""
+    """Return AP (areas, IoUs, B) and recall (6, IoUs, B) of one class in B samples; NaN if a sample has no boxes.
+
+    The 6 recalls are AR1, AR10, AR100, and those of small, medium and large boxes.
+    """
     m = shared.matches
     draws = weights.shape[1]
     ap, recall = shared.undefined(draws)
@@ -93,7 +103,7 @@ def _one_class(shared: ByClass, label: int, weights: np.ndarray) -> tuple[np.nda
 
 
 def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return (N, B): at each of the N places `near`, the number of predictions `inside` from the first one on."""
+    """Return (N, B): the number of predictions `inside` up to each of the N places `near`, in each of B samples."""
     until = np.cumsum(inside)[near]
     chosen = images[inside][: until[-1] if len(until) else 0]
     between = (np.ones(len(chosen), np.float32), chosen, np.concatenate([[0], until]))
@@ -102,11 +112,14 @@ def _so_far(images: np.ndarray, inside: np.ndarray, near: np.ndarray, weights: n
 
 
 def _average_precision(true_positives: np.ndarray, wrong: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Return the mean precision at recall 0, 0.01, ..., 1 of (N, B) counts at the true positives, best first; NaN for
-    total 0.
+    """Return (B,): the mean precision at recall 0, 0.01, ..., 1 in each of B samples; NaN if `total` is 0.
 
-    Precision at a recall is the best at that or a higher one. Between two true positives recall does not move, so
-    each one stands for as many of the 101 recalls as lie between the one before and itself.
+    Precision at a recall is the highest one at that or a higher recall. Recall changes only at true positives, so each
+    true positive stands for as many of the 101 recalls as lie between the one before and itself.
+
+    Args:
+        true_positives, wrong: (N, B) counts of right and wrong predictions up to each of N true positives, best first.
+        total: (B,) number of boxes to find.
     """
     if not len(true_positives):
         return np.where(total > 0, 0.0, np.nan)

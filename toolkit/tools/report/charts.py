@@ -1,4 +1,4 @@
-"""Charts, drawn by matplotlib: as SVG in the colours of the page (light, dark, print), as PNG, and as figures."""
+"""Draws charts by matplotlib: as SVG in the colours of the page (light, dark, print), as PNG, and as `Figure`."""
 
 import io
 import re
@@ -30,11 +30,15 @@ NEEDLESS = re.compile(
 
 @dataclass
 class ChartLine:
-    """A line of a chart. x, y: of the same length; values that are not finite are left out. colour: an index of
-    `SERIES_COLOURS`.
+    """A line of a chart.
 
-    dots: each point is marked. faint: behind the others, which alone set the ends of the axis. Without a name it is
-    not in the legend.
+    Attributes:
+        name: its name in the legend; "": the line is not in the legend.
+        x, y: coordinates of the points, of the same length; points that are not finite are left out.
+        colour: index in `SERIES_COLOURS`.
+        dashed: draw a dashed line.
+        dots: mark each point.
+        faint: draw the line faintly behind the others, and ignore it for the range of the y axis.
     """
 
     name: str
@@ -46,7 +50,7 @@ class ChartLine:
     faint: bool = False
 
     def points(self, log: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the points that can be drawn, thinned evenly to MAX_POINTS; log: only the positive ones."""
+        """Return x and y of at most `MAX_POINTS` finite points, evenly thinned; log: only points with y above 0."""
         x, y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
         can_be_drawn = np.isfinite(x) & np.isfinite(y)
         if log:
@@ -59,8 +63,13 @@ class ChartLine:
 
 @dataclass
 class LineChart:
-    """Lines over one axis. x_range, y_range: its ends, None to take them from the data; log: of y; marks: vertical
-    lines (x, text)."""
+    """A chart of lines.
+
+    Attributes:
+        x_range, y_range: ends of the axes; None: they follow from the data.
+        log: the y axis is logarithmic.
+        marks: vertical lines, as (x, text beside the line).
+    """
 
     title: str
     lines: Sequence[ChartLine]
@@ -76,7 +85,7 @@ class LineChart:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Return the width and height in inches."""
+        """The (width, height) in inches."""
         return 5.2, 3.3 + 0.17 * len(self._in_legend()) / self._columns()
 
     def draw(self, axes) -> None:
@@ -135,8 +144,12 @@ class LineChart:
 
 @dataclass
 class BarChart:
-    """Horizontal bars, one a row: name, value from 0, text after it. most: the end of the axis; None: the largest
-    value."""
+    """A chart of horizontal bars.
+
+    Attributes:
+        bars: (name, value of at least 0, text behind the bar) of each bar.
+        most: value at the end of the axis; None: the largest value.
+    """
 
     title: str
     bars: Sequence[tuple[str, float, str]]
@@ -162,7 +175,7 @@ class BarChart:
 
 @dataclass
 class MatrixChart:
-    """Counts (rows, columns), darker for a larger share of the row."""
+    """A chart of a matrix of counts (rows, columns); a cell is darker the larger its share of the row."""
 
     title: str
     matrix: np.ndarray
@@ -221,7 +234,7 @@ Chart = LineChart | BarChart | MatrixChart
 
 
 def figure(charts: Sequence[Chart], titles: bool = True):
-    """Draw charts as a matplotlib `Figure`, two in a row. titles: whether to write the title above each."""
+    """Return a matplotlib `Figure` with the charts, two in a row. titles: whether to write a chart's title above it."""
     from matplotlib.figure import Figure  # half a second that would delay the start of a run
 
     columns = min(2, len(charts))
@@ -248,7 +261,7 @@ def figure(charts: Sequence[Chart], titles: bool = True):
 
 
 def save_charts(charts: Sequence[Chart], path: Path) -> Path | None:
-    """Save one PNG of all charts that are not empty. Returns None, without a file, if all are empty."""
+    """Save all charts that are not empty as one PNG file, and return the file; None if all are empty."""
     shown = [chart for chart in charts if not chart.is_empty]
     if not shown:
         return None
@@ -258,7 +271,7 @@ def save_charts(charts: Sequence[Chart], path: Path) -> Path | None:
 
 
 def svg(chart: Chart) -> str:
-    """Return a `<figure>` of the page, or "" for an empty chart."""
+    """Return a chart as an HTML `<figure>` with SVG, or "" for an empty chart."""
     if chart.is_empty:
         return ""
     drawn = figure([chart], titles=False)

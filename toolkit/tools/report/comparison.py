@@ -1,4 +1,4 @@
-"""Comparison of several detectors on the same data: their differences, whether chance explains them, and the page."""
+"""Compares several detectors on the same data: their differences, whether chance explains them, and the HTML page."""
 
 import json
 import re
@@ -24,7 +24,14 @@ _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
 
 @dataclass(frozen=True)
 class MetricDifference:
-    """Difference of `other` to `base` in one number: `value` with its 95 % interval over images, paired."""
+    """The difference between two detectors in one metric.
+
+    Attributes:
+        metric: name of the metric.
+        base, other: names of the detectors.
+        value: metric of `other` minus metric of `base`.
+        low, high: ends of the 95 % interval of the difference, by a paired bootstrap over images.
+    """
 
     metric: str
     base: str
@@ -35,7 +42,7 @@ class MetricDifference:
 
     @property
     def chance(self) -> bool:
-        """Return whether the interval contains 0, no difference."""
+        """Whether chance may explain the difference: the interval contains 0."""
         return self.low <= 0 <= self.high
 
     def in_words(self) -> str:
@@ -54,9 +61,14 @@ class MetricDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of several detectors. differences: of each detector but the first to the first, by metric. images:
-    rows whose F1 at the detectors' own thresholds changed most between the first and the last. groups: names of runs
-    that differ only in their seed, with mean and standard deviation of each number (over at least two).
+    """A comparison of several detectors on the same data.
+
+    Attributes:
+        judged: the statistics of each detector.
+        differences: differences between each other detector and the first, for all metrics.
+        images: rows of the images whose F1, at each detector's own threshold, differs most between the first and the
+            last detector.
+        groups: {names of at least two runs that differ only in their seed: {metric: (mean, standard deviation)}}.
     """
 
     judged: Sequence[Judgement]
@@ -66,7 +78,10 @@ class Comparison:
 
 
 def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
-    """Compare detectors on the same data. Raises BadInput if they were judged on different data."""
+    """Compare detectors on the same data. images: maximum number of images in the result.
+
+    Raises BadInput if the detectors were judged on different data.
+    """
     first = judged[0]
     for other in judged[1:]:
         if other.table.fingerprint != first.table.fingerprint:
@@ -87,7 +102,10 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
 
 
 def settings_without_seed(config: Mapping) -> str:
-    """Return a text that is equal for runs that differ only in seed and name; empty without settings."""
+    """Return the settings of a run as text without seed, name, output folder and resume.
+
+    The text is equal for two runs if, and only if, their other settings are equal. It is "" if `config` is empty.
+    """
     if not config:
         return ""
     left_out = ("seed", "name", "output_dir", "resume")
@@ -96,8 +114,11 @@ def settings_without_seed(config: Mapping) -> str:
 
 
 def paired_difference(base: Judgement, other: Judgement, metric: str) -> MetricDifference | None:
-    """Compute the paired bootstrap: both were drawn with the same seed, so that draw b holds the same images for
-    both."""
+    """Return the difference of a metric between two detectors, with its interval by a paired bootstrap.
+
+    Bootstrap samples are paired because both detectors' samples were drawn with the same seed and thus have the same
+    images. Returns None if the metric is undefined for one of them.
+    """
     values = base.numbers[metric], other.numbers[metric]
     if None in values:
         return None
@@ -193,7 +214,8 @@ def seeds(c: Comparison) -> str:
 
 
 def classes(c: Comparison) -> str:
-    """Return a table of the AP of each class, and the paired difference of the last detector to the first."""
+    """Return an HTML table of the AP of each class, with the paired difference between the last detector and the first.
+    """
     first = c.judged[0]
     last = c.judged[-1]
     rows = []

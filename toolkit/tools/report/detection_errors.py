@@ -1,8 +1,10 @@
-"""Error types and the AP that each of them costs, TIDE (Bolya et al., ECCV 2020), and recall by properties of objects.
+"""Sorts errors by type and computes the AP that each type costs, as in TIDE (Bolya et al., ECCV 2020), and computes
+recall by properties of the objects.
 
-Every wrong prediction has one type, by what it overlaps (IoU 0.5 counts as found, below 0.1 as background); a box that
-no prediction finds, and no corrected one would find, is missed. The cost of a type is AP50 with all its errors
-corrected (class or location fixed, others removed) minus AP50. The costs do not add up to 1 - AP50.
+Every wrong prediction has one type, which depends on the boxes that it overlaps (an IoU of 0.5 counts as found, one
+below 0.1 as background). A box is missed if no prediction finds it, and none would find it with a corrected class or
+location. The cost of a type is AP50 with all errors of the type corrected (class or location fixed, other predictions
+removed) minus AP50. The costs do not add up to 1 - AP50.
 """
 
 from dataclasses import dataclass
@@ -40,12 +42,17 @@ OBJECTS_PER_IMAGE_BINS = {"1": (1, 2), "2 to 5": (2, 6), "6 to 20": (6, 21), "mo
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of a detector.
+    """The errors of a detector in D predictions on G annotated boxes.
 
-    kind: (D,) row of ERROR_KINDS, or CORRECT, IN_CROWD, NOT_COUNTED (not among the 100 best of its image).
-    gt: (D,) row of the box that a prediction of kind class or localisation is about; -1: none.
-    missed: (G,) bool. ap50: from 0 to 1, with what each kind costs in `cost`; also "false positives" and "false
-    negatives", all wrong predictions and all unfound boxes.
+    Attributes:
+        kind: (D,) index in `ERROR_KINDS`, or `CORRECT`, `IN_CROWD`, or `NOT_COUNTED` for a prediction that is not among
+            the 100 best of its image.
+        gt: (D,) row of the annotated box that would be found if a prediction of kind "class" or "localisation" were
+            corrected; -1: none.
+        missed: (G,) bool: whether the box is missed.
+        ap50: AP50 from 0 to 1.
+        cost: AP50 that each kind costs, by its name, and by "false positives" (all wrong predictions) and "false
+            negatives" (all boxes that are not found).
     """
 
     kind: np.ndarray
@@ -55,7 +62,7 @@ class Errors:
     cost: dict[str, float]
 
     def of(self, kind: str) -> np.ndarray:
-        """Return the rows of the predictions with this kind of mistake."""
+        """Return the rows of the predictions with this kind of error, a name in `ERROR_KINDS`."""
         return np.flatnonzero(self.kind == ERROR_KINDS.index(kind))
 
 
@@ -151,7 +158,14 @@ class _Whole:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Objects of one kind: how many, the share found at IoU 0.5 above the threshold, and at any score."""
+    """A group of objects and the share of them that is found.
+
+    Attributes:
+        topic, name: the property and its value, such as "boxes in the image" and "2 to 5".
+        boxes: number of objects.
+        recall: share found at IoU 0.5 by predictions above the score threshold.
+        recall_at_any_score: share found at IoU 0.5 by any prediction.
+    """
 
     topic: str
     name: str
@@ -215,7 +229,7 @@ def _strata_rows(m: Matches, rows: np.ndarray) -> dict[str, dict[str, np.ndarray
 
 
 def neighbours(m: Matches) -> np.ndarray:
-    """Return (G,), the number of other boxes of its image that overlap each box."""
+    """Return (G,): for each annotated box, the number of other boxes in its image with an IoU above `TOUCHING_IOU`."""
     counts = np.full(len(m.truth), -1)  # a box overlaps itself
     for first, second in pairs_within_groups(m.truth.image_index, m.truth.image_index):
         common, union = common_and_union(m.truth.xyxy[first], m.truth.xyxy[second])

@@ -1,4 +1,4 @@
-"""Pictures with boxes, curves and confusion matrices of an evaluation, as W&B and TensorBoard display them."""
+"""Collects pictures with boxes, curves and confusion matrices of an evaluation, which W&B and TensorBoard display."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +20,14 @@ ALL_CLASSES = "all classes"
 
 @dataclass(frozen=True)
 class ShownImage:
-    """One validation image, made smaller; boxes are (N, 4) xyxy in pixels of `picture`.
+    """A validation image with its boxes.
 
-    truth, found: boxes with `labels (N,)`, the found ones best first with `scores (N,)`.
+    Attributes:
+        picture: the image, made smaller if it is large.
+        truth_boxes, found_boxes: annotated and predicted boxes (N, 4) xyxy in pixels of `picture`; predicted ones are
+            sorted, best first.
+        truth_labels, found_labels: (N,) labels of these boxes.
+        found_scores: (N,) scores of the predicted boxes.
     """
 
     image_id: object
@@ -36,11 +41,15 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class EvaluationDisplay:
-    """One evaluation as trackers display it.
+    """An evaluation in the form that experiment trackers display.
 
-    class_names: all of them, on one line each. grid: the pictures with their boxes drawn, as one.
-    curves: by name of the class, with all of them together first. ap: of each class that has boxes.
-    matrix: (N + 1, N + 1) as `confusion_matrix`, of the N classes `matrix_names`, at the score `threshold`.
+    Attributes:
+        class_names: names of all classes.
+        images: some images with their boxes.
+        grid: one picture of all images with drawn boxes; None: there is none.
+        curves: precision, recall and F1 against the score by the name of the class; `ALL_CLASSES` is the first one.
+        ap: AP of each class that has boxes, by name.
+        matrix: (N + 1, N + 1), see `confusion_matrix`, for the N classes `matrix_names` at the score `threshold`.
     """
 
     class_names: list[str]
@@ -53,7 +62,8 @@ class EvaluationDisplay:
     threshold: float
 
     def figures(self) -> dict:
-        """Return F1 against score, confusions and AP of each class, as matplotlib's `Figure`."""
+        """Return charts of F1 against score, of the confusion matrix and of the AP of each class by name, each as
+        matplotlib's `Figure`; charts without data are left out."""
         charts = {
             "f1": f1_chart(self.curves, self.curves[ALL_CLASSES].best),
             "confusion_matrix": confusion_chart(self.matrix, self.matrix_names, self.threshold),
@@ -65,11 +75,14 @@ class EvaluationDisplay:
 def shown_evaluation(
     table, matches: Matches, scores: Mapping, pictures: int, grid: Image.Image | None
 ) -> EvaluationDisplay:
-    """Collect everything that trackers display of an evaluation.
+    """Collect everything of an evaluation that experiment trackers display.
 
     Args:
-        matches: of the predictions with the table. scores: as `CocoEvaluator.evaluate` returned them. pictures: images,
-            the same ones at every evaluation.
+        table: the data table.
+        matches: the matches of predictions with the table.
+        scores: metrics by name, as `CocoEvaluator.evaluate` returns them.
+        pictures: number of images, which are the same at every evaluation.
+        grid: see `EvaluationDisplay`.
     """
     names = matches.class_names
     chosen = np.sort(np.argsort(-matches.num_truth, kind="stable")[:MAX_SHOWN_CLASSES])

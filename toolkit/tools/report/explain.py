@@ -1,10 +1,10 @@
-"""A diagnosis of a very low AP: predictions are compared with the ground truth for common mistakes.
+"""Diagnoses a very low AP: looks for common mistakes by comparing predictions with the ground truth.
 
-Every cause corresponds to a change of the predictions (another box format, another scale, labels shifted by one). It
-is named if the changed predictions find the objects, the unchanged ones do not, and the evidence suffices: enough
-objects, optimizer steps and scores, only the best detections of each image, and more objects found than the same boxes
-find in other images. An untrained detector gives every image the same boxes, and among hundreds of them some lie on
-every object in some format or other.
+Most causes correspond to a change of the predictions (another box format, another scale, labels shifted by one). A
+cause is reported if the changed predictions find the objects, the unchanged ones do not, and the evidence suffices:
+there are enough objects and optimizer steps and a score that is high enough, only the best detections of each image are
+used, and they find more objects than the same boxes find in other images. The latter is needed because an untrained
+detector gives every image the same boxes, and among hundreds of boxes some lie on every object in some format.
 """
 
 import logging
@@ -31,15 +31,16 @@ MISTAKEN_SIZE = " (size given to the model mistaken for the original size?)"
 
 
 def explain_zero_ap(predictions: Boxes | Mapping, table, step: int | None = None) -> list[str]:
-    """Return likely causes of an AP of (nearly) 0, the most telling first; never empty.
+    """Return likely causes of an AP of (nearly) 0.
 
     Args:
-        predictions: as for `CocoEvaluator.evaluate`.
+        predictions: see `CocoEvaluator.evaluate`.
         table: the `DetectionTable` of the evaluation.
-        step: optimizer steps that the detector was trained for; None: unknown, and not checked.
+        step: number of optimizer steps that the detector was trained for; None: it is unknown and not checked.
 
     Returns:
-        One sentence per cause with the numbers behind it, or that it is too early to tell.
+        one sentence for each cause with its evidence; or, if there is none, a sentence that says so, or that it is too
+        early to tell. The list is never empty.
     """
     truth = table.boxes()
     truth = truth[~truth.iscrowd]

@@ -1,4 +1,4 @@
-"""Facts about a run for its report, read once from its folder, and the command that continues it."""
+"""Reads the facts about a run for its report from the run folder, and makes the command that continues the run."""
 
 import json
 import shlex
@@ -15,13 +15,18 @@ from toolkit.run.status import true_status
 
 @dataclass
 class RunFacts:
-    """Metrics, settings and environment of a run, as text and parsed; all are empty for a predictions file without a
-    run.
+    """Metrics, settings and environment of a run. All are empty if predictions without a run are reported.
 
-    ended: a phrase that says what ended the training, if `status.json` has it.
-    go_on: the command that trains for as long again.
-    ended_by: names of the settings that ended it, see `toolkit.run.status`.
-    epochs_made: epochs of training, with the share of the last one; None: nothing was trained.
+    Attributes:
+        rows: rows of metrics.jsonl.
+        config, config_text: the newest settings, parsed and as text; `config_name` is the name of their file.
+        environment_text: environment.json as text.
+        state: state and reason in `status.json`, as text.
+        ended: a phrase that says what ended the training; "": it is not known.
+        go_on: the command that continues the run for the same length again.
+        ended_by: keys of the settings that ended the training, see `toolkit.run.status.ENDINGS`.
+        epochs_made: number of epochs of training, including the fraction of an unfinished one; None: there was no
+            training.
     """
 
     rows: Sequence[Mapping] = ()
@@ -37,9 +42,9 @@ class RunFacts:
 
 
 def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
-    """Read the facts of a run from its folder, with the settings in force. Facts without a file are empty.
+    """Read the facts about a run from its folder; facts whose file is missing, or all facts for None, are empty.
 
-    state: how the run has ended, if `status.json` does not say it yet.
+    state: how the run has ended, such as "done", if `status.json` does not say so yet.
     """
     if run_folder is None:
         return RunFacts()
@@ -73,11 +78,12 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
 
 
 def epochs_made(trained: Sequence[Mapping], steps_per_epoch: float) -> float:
-    """Return how many epochs the rows of a training reach, with the share of the last one.
+    """Return the number of epochs that a training has made, including the fraction of an unfinished one.
 
     Args:
-        trained: rows of training, with `step` and `epoch`; the first step of each epoch has one.
-        steps_per_epoch: optimizer steps, 0 where nothing is known; only asked for where the first epoch never ended.
+        trained: rows of the training with `step` and `epoch` (from 0), among them the first step of each epoch.
+        steps_per_epoch: optimizer steps of an epoch; 0: not known. It is used only if the first epoch is unfinished;
+            otherwise it follows from the rows.
     """
     last = trained[-1]
     first_step = next(row["step"] for row in trained if row["epoch"] == last["epoch"])
@@ -101,10 +107,12 @@ def _steps_per_epoch(environment: Mapping, config: Mapping) -> float:
 
 
 def read_records(run_folder: Path) -> tuple[dict, dict]:
-    """Read `environment.json` and `status.json`; empty if they are missing.
+    """Return the contents of `environment.json` and of `status.json` (corrected by `true_status`) in a run folder.
+
+    A missing file gives an empty dict.
 
     Raises:
-        BadInput: they cannot be read, or an entry that reports use is of another type.
+        BadInput: a file cannot be read, or an entry that reports use has the wrong type.
     """
     records = []
     problems = []
@@ -129,12 +137,13 @@ _WORDS = {str: "text", list: "a list of texts", int: "a whole number", dict: "an
 
 
 def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs: int) -> list[str]:
-    """Return the flags with which a finished run trains for the same length again.
+    """Return the flags with which a finished run continues for the same length again.
 
     Args:
-        ended_by: names of settings, see `toolkit.run.status`; empty: unknown, and every limit that would end it again
-            is raised.
-        config: the settings in force. step, epochs: optimizer steps made, and epochs begun.
+        ended_by: keys of the settings that ended the training, see `toolkit.run.status.ENDINGS`; empty: not known.
+            Every limit of the length that would end the run again is raised.
+        config: the newest settings of the run.
+        step, epochs: number of optimizer steps made, and of epochs begun.
     """
     run = config.get("run", {})
     patience = config.get("eval", {}).get("early_stopping_patience")
@@ -153,10 +162,13 @@ def flags_that_go_on(ended_by: Sequence[str], config: Mapping, step: int, epochs
 
 
 def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], config_file: Path) -> str:
-    """Return a shell command that continues a run. command_line: that of the run; if no script started it, as in a
-    notebook, the result has only the flags.
+    """Return a shell command that continues a run.
 
-    config_file: the settings in force.
+    Args:
+        flags: result of `flags_that_go_on`.
+        command_line: the command line of the run; if it is not that of a script (as in a notebook), only the flags are
+            returned.
+        config_file: file with the newest settings of the run.
     """
     script = Path(command_line[0]) if command_line else Path()
     if script.suffix != ".py" or script.stem == "ipykernel_launcher":

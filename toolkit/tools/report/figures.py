@@ -1,4 +1,4 @@
-"""The charts of a report, one function each: training curves, thresholds, confusions, AP."""
+"""Makes the charts of a report: training curves, thresholds, confusion matrices and AP."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ TOPICS = (
 
 
 def series(rows: Sequence[Mapping], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (steps, values) of the rows that have a finite number for `key`."""
+    """Return the steps of the rows that have a finite number for `key`, and these numbers, as two arrays."""
     pairs = []
     for row in rows:
         value = row.get(key)
@@ -34,8 +34,10 @@ def series(rows: Sequence[Mapping], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
-    """Return the mean of the finite values over a centred window of `share` of the points (at least 5), shorter at
-    both ends."""
+    """Return the moving average of the finite values over a centred window, which is shorter at both ends.
+
+    share: length of the window as a fraction of the number of values; it has at least 5 values.
+    """
     half = max(2, int(len(values) * share) // 2)
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -47,8 +49,10 @@ def smoothed(values: np.ndarray, share: float = 0.05) -> np.ndarray:
 
 
 def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
-    """Return charts of the rows of metrics.jsonl by heading, `PRECISION_HEADING` and `LOSSES_HEADING` first; training
-    and validation of the same loss term share their axes. A chart without data is empty."""
+    """Return charts of the rows of metrics.jsonl by heading; `PRECISION_HEADING` and `LOSSES_HEADING` are first.
+
+    The training and validation values of a loss are in one chart. Charts without data are returned too, and are empty.
+    """
     names = list(dict.fromkeys(key for row in rows for key in row))
     weighted = [n for n in names if n.startswith("train/") and f"{n}_unscaled" in names and n != "train/loss"]
     main = [name for name in weighted if not AUXILIARY_ENDING.search(name)]
@@ -100,7 +104,13 @@ def _topic(term: str) -> str:
 
 
 def smooth_lines(rows: Sequence[Mapping], key: str, name: str, colour: int) -> list[ChartLine]:
-    """Return a smoothed line over its faint raw values; a short series is not smoothed."""
+    """Return the lines of a metric: a smoothed one and the faint raw values; only the raw values of a short series.
+
+    Args:
+        key: key of the metric in the rows.
+        name: name in the legend.
+        colour: index in `SERIES_COLOURS`.
+    """
     steps, values = series(rows, key)
     if len(steps) < SMOOTHED_FROM:
         return [ChartLine(name, steps, values, colour)]
@@ -172,7 +182,7 @@ def _class_ap_chart(rows, names: Sequence[str]) -> LineChart:
 
 
 def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: Point | None = None) -> LineChart:
-    """Return a chart of F1 against score. best: the threshold to mark."""
+    """Return a chart of F1 against score for each of the `sweeps`, by name. best: the point to mark; None: no mark."""
     lines = [ChartLine(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
     return LineChart(
@@ -191,7 +201,7 @@ def precision_recall_chart(sweeps: Mapping[str, ThresholdSweep]) -> LineChart:
 
 
 def iou_chart(ap_by_iou: Mapping[str, Sequence[float]]) -> LineChart:
-    """Return a chart of AP (10,) of each detector against IoU."""
+    """Return a chart of AP against IoU; ap_by_iou has, by name of the detector, AP at the 10 `IOU_THRESHOLDS`."""
     lines = [ChartLine(name, IOU_THRESHOLDS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
     return LineChart("AP against the IoU that counts as found", lines, "IoU", y_range=(0, 1))
 
@@ -203,8 +213,10 @@ def calibration_chart(c: Calibration) -> LineChart:
 
 
 def confusion_chart(matrix: np.ndarray, names: Sequence[str], threshold: float) -> MatrixChart:
-    """Return a chart of a confusion matrix (K + 1, K + 1) of `thresholds.confusion_matrix`, of the K classes
-    `names`."""
+    """Return a chart of a confusion matrix (K + 1, K + 1) of the K classes `names`, see `thresholds.confusion_matrix`.
+
+    threshold: score threshold of the matrix, for the title.
+    """
     title = f"Boxes by class, predictions above {threshold:g}, IoU 0.5"
     return MatrixChart(
         title,

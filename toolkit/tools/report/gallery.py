@@ -1,5 +1,5 @@
-"""The pictures of a report, images and crops with boxes as JPEG in the HTML itself: best and worst images, confident
-errors, probable annotation errors."""
+"""Makes the pictures of a report, images and crops with boxes, embedded in the HTML as JPEG: best and worst images,
+confident errors, probable annotation errors."""
 
 import base64
 import io
@@ -34,9 +34,14 @@ LEGEND = (
 
 
 class PictureMaker:
-    """The pictures of one page, made until their budget is spent; unreadable images are skipped and counted.
+    """Makes the pictures of one page as HTML until a budget of bytes is used up.
 
-    folder: of the page, which links to the images themselves start from.
+    Images that cannot be read, and pictures beyond the budget, are left out and counted, see `notes`.
+
+    Args:
+        table: the data table with the images.
+        folder: folder of the page; links to image files are relative to it.
+        budget: maximum number of bytes of all pictures together.
     """
 
     def __init__(self, table, folder: Path, budget: int = BUDGET_BYTES):
@@ -46,7 +51,13 @@ class PictureMaker:
         self.unreadable = self.too_many = 0
 
     def of(self, image: int, marks: Sequence[Mark], caption: str, focus: Sequence[float] | None = None) -> str:
-        """Return a `<figure>` of a row of the table. focus: a box to crop the picture to, with its surroundings."""
+        """Return an image with drawn boxes as an HTML `<figure>`; "" if it is left out.
+
+        Args:
+            image: row of the image in the table.
+            marks: the boxes to draw.
+            focus: box xyxy to which the picture is cropped, with some surroundings; None: the whole image.
+        """
         if self.left <= 0:
             self.too_many += 1
             return ""
@@ -63,7 +74,7 @@ class PictureMaker:
         )
 
     def figure(self, picture: Image.Image, caption: str, link: str = "") -> str:
-        """Return any picture as a `<figure>`, and take its bytes from the budget."""
+        """Return a picture as an HTML `<figure>`, and subtract its bytes from the budget. link: address it links to."""
         stream = io.BytesIO()
         picture.convert("RGB").save(stream, "JPEG", quality=80, optimize=True)
         self.left -= len(stream.getvalue())
@@ -75,8 +86,8 @@ class PictureMaker:
         return f"<figure class=picture>{shown}<figcaption>{escape(caption)}</figcaption></figure>"
 
     def link(self, row) -> str:
-        """Return the path of the image file from the folder of the page; "" if the image is in a table or an
-        archive."""
+        """Return the address of the image file of a row, relative to the folder of the page; "" if the image is not a
+        file, but embedded in the data or in an archive."""
         if self.table.image_root is None:
             return ""
         path = self.table.image_source(row)
@@ -89,7 +100,7 @@ class PictureMaker:
         return quote(Path(relative).as_posix())
 
     def notes(self) -> str:
-        """Return HTML that says what is left out, and why."""
+        """Return HTML that says how many pictures are left out, and why; "" if none is."""
         notes = {"pictures are left out: their images cannot be read from here.": self.unreadable}
         notes["more pictures are left out to keep the page small."] = self.too_many
         return "".join(paragraph(f"{count} {words}", "dim") for words, count in notes.items() if count)
@@ -141,7 +152,12 @@ def _with_legend(parts: Mapping[str, Sequence[str]]) -> str:
 
 
 def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = "") -> str:
-    """Return an image with everything above the threshold. name: of the detector, put before the caption."""
+    """Return an image with its annotated boxes and all predictions above the threshold, as an HTML `<figure>`.
+
+    Args:
+        image: row of the image in the table.
+        name: text before the caption, such as the name of the detector.
+    """
     m = judged.matches
     truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
     is_confident = m.found.scores > judged.threshold

@@ -1,4 +1,4 @@
-"""All statistics of one set of predictions, computed once; pages, tables and JSON are made from them."""
+"""Computes all statistics of a set of predictions, from which pages, tables and JSON are made."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,23 +19,32 @@ from toolkit.tools.report.thresholds import WANTED_PRECISION, Point, calibration
 
 
 class Judgement:
-    """All statistics of one detector on one data set, computed at construction: seconds for a thousand images, less
-    than a minute for COCO's validation data.
+    """All statistics of one detector on one data set.
+
+    They are computed at construction, which takes seconds for a thousand images and less than a minute for COCO's
+    validation data.
 
     Args:
-        name: of the detector, for people.
-        predictions: as for `CocoEvaluator.evaluate`; of scene graphs as `read_predictions` gives them.
-        about: their metadata, as in a predictions file.
-        draws: bootstrap samples.
+        name: name of the detector, for people.
+        predictions: see `CocoEvaluator.evaluate`; for scene graphs see `read_predictions`.
+        table: the data table.
+        about: metadata of the predictions, as in a predictions file.
+        draws: number of bootstrap samples.
+
+    Attributes:
+        matches: the matches of predictions and annotated boxes.
+        numbers: the twelve COCO metrics by name; None: undefined.
+        intervals: their 95 % intervals by name; None: undefined.
+        draws: the metrics in the bootstrap samples.
+        class_ap, class_recall: (K,) AP and AR100 of each of K classes; NaN: undefined.
+        ap_by_iou: (10,) AP at IoU 0.5, 0.55, ..., 0.95, the mean over classes.
+        overall, sweeps: precision, recall and F1 against the score, over all classes and of each class.
+        threshold: score threshold of the best F1 over all classes; 0.5 if no prediction is right.
+        matrix: see `confusion_matrix`, at this threshold.
+        graphs: a `GraphReport` of `toolkit.detectors.scene_graphs`; None: the data have no relations.
 
     Raises:
-        BadInput: image ids of predictions and table differ.
-
-    numbers: the twelve of COCO, exactly, None where undefined; intervals: their 95 % intervals; draws: the samples.
-    class_ap, class_recall: (K,) AP and AR100, NaN where undefined. ap_by_iou: (10,) mean AP at IoU 0.5, ..., 0.95.
-    sweeps: of each class. threshold: of the best F1 over all classes; 0.5 where nothing was found.
-    matrix: see `confusion_matrix`, at that threshold. graphs: a `GraphReport` of `toolkit.detectors.scene_graphs`;
-    None: no relations to judge.
+        BadInput: the image ids of predictions and table differ.
     """
 
     def __init__(
@@ -78,7 +87,8 @@ class Judgement:
 
     @cached_property
     def image_counts(self) -> np.ndarray:
-        """Return (I, 3): right predictions, wrong predictions and missed boxes of each image at the threshold."""
+        """(images, 3): numbers of right predictions, wrong predictions and missed boxes in each image, at `threshold`.
+        """
         m = self.matches
         kept = (m.found.scores > self.threshold) & m.counts
         right = np.bincount(m.found.image_index[kept & m.right], minlength=m.num_images)
@@ -88,7 +98,7 @@ class Judgement:
 
     @cached_property
     def image_f1(self) -> np.ndarray:
-        """Return (I,), the F1 of each image; 1 for an image without boxes and without predictions."""
+        """(images,): the F1 of each image at `threshold`; 1 for an image without boxes and without predictions."""
         right, wrong, missed = self.image_counts.T
         return np.where(
             right + wrong + missed == 0,
@@ -108,7 +118,10 @@ def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:
 
 
 def as_json(judged: Judgement) -> dict:
-    """Return the numbers of `report.json`, for other programs; `threshold` and `thresholds` are those to deploy."""
+    """Return the content of `report.json`, for other programs.
+
+    Its entries `threshold` and `thresholds` are the recommended score thresholds, over all classes and by class.
+    """
     names = judged.matches.class_names
     best = [s.best for s in judged.sweeps]
     return {

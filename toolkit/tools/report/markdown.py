@@ -1,4 +1,4 @@
-"""The README of a run's report, made only from the files of the run folder."""
+"""Writes the README of a run's report from the files in the run folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
 
 def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
-    """Draw `curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) of the rows of
-    metrics.jsonl, and return the files.
+    """Draw `curves.png` (losses, learning rates, gradient norm) and `ap.png` (AP, recall of relations) from the rows of
+    metrics.jsonl, and return the files that were written.
 
-    A chart whose columns are missing is left out; a picture without charts is not written.
+    Charts without data are left out; a file without any chart is not written.
     """
     groups = training_charts(rows)
     files = {"curves.png": groups[LOSSES_HEADING], "ap.png": groups[PRECISION_HEADING]}
@@ -26,8 +26,11 @@ def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
 
 
 def write_markdown(run_folder: Path, run: RunFacts) -> Path:
-    """Write `report/README.md` again, with curves, the final numbers, the newest pictures, settings and environment
-    of a run, and return it. Anything missing in the run folder is missing in the report."""
+    """Write `report/README.md` with curves, final metrics, newest pictures, settings and environment of a run, and
+    return the file.
+
+    An existing README is replaced. What is missing in the run folder is left out.
+    """
     run_folder = Path(run_folder)
     report = run_folder / "report"
     report.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def _state(run: RunFacts) -> str:
 
 
 def _numbers(rows: list[dict]) -> list[str]:
-    """Return Markdown tables of the twelve numbers and of the classes: last and best evaluation, raw and EMA."""
+    """Return Markdown tables of the metrics and of the AP of each class: last and best evaluation, raw and EMA."""
     columns = {}
     graphs = any(row.get("val/R@100") is not None for row in rows)
     decisive = "R@100" if graphs else "bbox_AP"

@@ -1,10 +1,11 @@
-"""Separation of annotation mistakes from the detector's own: how far do its confident predictions disagree with the
-annotation more often than their scores explain?
+"""Separates mistakes of the annotation from those of the detector, by how much more often confident predictions
+disagree with the annotation than their scores explain.
 
-The detector is wrong the less, the higher the score: a logistic curve in the log-odds of the score, whose slope and
-offset are fitted, so that scores need not be probabilities. A mistake of the annotation contradicts predictions of any
-score: a share that does not depend on it. Both are fitted together, to the predictions of all scores; whatever the
-curve alone explains as well is the detector's own. (A psychometric function with a lapse rate: Wichmann and Hill 2001.)
+The probability that the detector is wrong falls with the score. It is modelled as a logistic function of the log-odds
+of the score, whose slope and offset are fitted, so that scores need not be probabilities. Mistakes of the annotation
+contradict a constant share of the predictions, whatever their score. Curve and share are fitted together to the
+predictions of all scores. If the curve alone fits as well, all disagreements are attributed to the detector. (This is a
+psychometric function with a lapse rate: Wichmann and Hill 2001.)
 """
 
 from collections.abc import Sequence
@@ -28,14 +29,15 @@ BIN_WIDTH = 0.1  # in log-odds
 
 @dataclass(frozen=True)
 class Doubt:
-    """The number of suspects with a prediction that are mistakes of the annotation.
+    """An estimate of how many of the suspects (see `suspects`) are mistakes of the annotation.
 
     Attributes:
-        suspects: those that have a prediction.
-        count: so many of the strongest are doubtful: the longest start of the list of which at most a fifth are
-            expected to be mistakes of the detector; 0: its own errors explain the list.
-        own_in_count: expected mistakes of the detector among these.
-        own_in_rest: expected mistakes of the detector among the other suspects.
+        suspects: number of suspects that have a prediction; all other numbers are about these.
+        count: number of the strongest suspects that are probably mistakes of the annotation: the longest beginning of
+            the list of which at most a fifth are expected to be mistakes of the detector; 0 if the detector's own
+            errors explain the list.
+        own_in_count: expected number of mistakes of the detector among these.
+        own_in_rest: expected number of mistakes of the detector among the other suspects.
     """
 
     suspects: int
@@ -45,10 +47,9 @@ class Doubt:
 
 
 def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
-    """Compare the suspects with the detector's own errors.
+    """Estimate how many of the suspects are mistakes of the annotation, and not of the detector.
 
-    Args:
-        found: as `suspects` gives them. Those without a prediction do not count: they may be objects that were missed.
+    found: result of `suspects`. Suspects without a prediction are ignored: they may be objects that were missed.
     """
     rows = np.array([suspect.det for suspect in found if suspect.det >= 0], np.int64)
     nothing = Doubt(len(rows), 0, 0.0, float(len(rows)))
@@ -79,10 +80,10 @@ def doubt(matches: Matches, found: Sequence[Suspect]) -> Doubt:
 
 
 def _evidence(m: Matches, suspects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (N,) log-odds of the scores of predictions, and whether each contradicts the annotation.
+    """Return (N,) log-odds of the scores of predictions, and (N,) bool: whether each contradicts the annotation.
 
-    Other wrong predictions on a box with a right one are left out: duplicates and confusions say nothing about the
-    annotation.
+    Wrong predictions on a box that another prediction finds, and confident ones that are not suspects, are left out:
+    duplicates and confusions say nothing about the annotation.
     """
     is_suspect = np.zeros(len(m.found), bool)
     is_suspect[suspects] = True

@@ -1,4 +1,4 @@
-"""A self-contained HTML page without scripts or network access, and the small parts of its sections."""
+"""Makes a self-contained HTML page without scripts or network access, and the small parts of its sections."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +11,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a bro
 
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """Return the HTML file. sections: (id, heading, HTML); those without HTML are left out."""
+    """Return the text of an HTML page. sections: (id, heading, HTML) of each; sections without HTML are left out."""
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
     body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
@@ -26,7 +26,10 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) ->
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (0,)) -> str:
-    """Return an HTML table. Cells are escaped, unless they are `Html`; text: columns of text, aligned left."""
+    """Return an HTML table; "" without rows. Cells are escaped, unless they are `Html`.
+
+    text: indices of the columns that are aligned left, as text; the others are aligned right, as numbers.
+    """
     if not rows:
         return ""
 
@@ -43,7 +46,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence], text: Sequence[int] = (
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is HTML, and must not be escaped."""
 
 
 def paragraph(text: str, css: str = "") -> str:
@@ -61,7 +64,7 @@ def pictures(parts: Sequence[str]) -> str:
 
 
 def under(heading: str, html: str) -> str:
-    """Return HTML below a heading, which is HTML too; "" without HTML."""
+    """Return `html` below a heading, which is HTML too; "" if `html` is empty."""
     return f"<h3>{heading}</h3>{html}" if html else ""
 
 

@@ -1,4 +1,4 @@
-"""The sections of a report about one detector: summary, metrics, thresholds, confusions, errors, pictures."""
+"""Makes the sections of a report about one detector as HTML: summary, metrics, thresholds, confusions, errors."""
 
 import re
 from html import escape
@@ -65,7 +65,7 @@ def advice(suggestions: list[Advice]) -> str:
 
 
 def _flags(text: str) -> str:
-    """Return the text as HTML, with flags as code, which is not broken over lines."""
+    """Return the text as HTML in which flags are code, so that they are not broken over lines."""
     return re.sub(r"--[a-z_]+(\.[a-z_]+)*", r"<code>\g<0></code>", escape(text))
 
 
@@ -137,7 +137,7 @@ def thresholds(judged: Judgement) -> str:
 
 
 def _curve_classes(judged: Judgement) -> list[int]:
-    """Return at most seven classes: all, or the best and the worst."""
+    """Return labels of at most seven classes with an AP, best first: all, or the three best and the three worst."""
     order = np.argsort(-np.nan_to_num(judged.class_ap), kind="stable")
     order = [int(k) for k in order if np.isfinite(judged.class_ap[k])]
     return order if len(order) < MAX_CURVES else order[:3] + order[-3:]

@@ -1,10 +1,10 @@
-"""Boxes that are probably annotated wrongly: where a usually correct detector disagrees with them.
+"""Finds boxes that are probably annotated wrongly, because a detector that is usually right disagrees with them.
 
-Four kinds: a confident prediction where no box is ("no box"); one of another class on a box that no confident
-prediction of its own class supports ("class"); one beside such a box ("place"); and a box that no prediction supports
-at all ("nothing there"). A prediction is confident above its class's threshold of the best F1. The first three are what
-Tkachenko et al. 2023 (ObjectLab) look for; a box of the fourth kind may as well be an object that the detector misses,
-so these come last.
+There are four kinds. "no box": a confident prediction where no box is annotated. "class": a confident prediction of
+another class on a box that no confident prediction of the box's own class supports. "place": a confident prediction
+beside such a box. "nothing there": a box that no prediction supports at all. A prediction is confident if its score is
+above the threshold of the best F1 of its class. The first three kinds are those of Tkachenko et al. 2023 (ObjectLab). A
+box of the fourth kind may as well be an object that the detector misses, so this kind comes last.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,14 @@ MIN_SUPPORT_SHARE = 0.25  # share of the threshold above which a prediction of a
 
 @dataclass(frozen=True)
 class Suspect:
-    """One box that may be annotated wrongly.
+    """A box that may be annotated wrongly.
 
-    strength: from 0 to 1, the score of the prediction, or how little supports the box. det, gt: rows of the
-    predictions and boxes of `Matches`; -1: none.
+    Attributes:
+        kind: a key of `SUSPICIONS`.
+        image: row of the image in the table.
+        strength: from 0 to 1, larger for a stronger suspicion: the score of the prediction; for "nothing there", 1
+            minus the best score on the box as a fraction of its threshold.
+        det, gt: rows of the prediction and of the annotated box in `Matches`; -1: there is none.
     """
 
     kind: str
@@ -95,13 +99,17 @@ def _strongest_pairs(
     explained: np.ndarray,
     used: np.ndarray,
 ) -> list[tuple[int, int]]:
-    """Pair each box that is not yet explained with its strongest prediction, and each prediction with one box.
+    """Pair each of G boxes that is not explained yet with its strongest prediction; each of D predictions is in at most
+    one pair.
 
-    among: (P,) bool, the pairs to choose from; strong: (D,) bool, the predictions to choose from. explained: (G,) and
-    used: (D,) bool, boxes and predictions that are in no pair; those of the result are added.
+    Args:
+        among: bool over the overlapping pairs in `m`: the pairs to choose from.
+        strong: (D,) bool: the predictions to choose from.
+        explained, used: (G,) and (D,) bool: boxes and predictions that must not be paired; those of the result are
+            marked in them, in place.
 
     Returns:
-        Rows (prediction, box), by falling score, of equal scores by falling IoU.
+        pairs (row of the prediction, row of the box), sorted by falling score, and by falling IoU for equal scores.
     """
     rows = np.flatnonzero(among & strong[m.det] & ~explained[m.gt])
     scores = m.found.scores[m.det[rows]]
@@ -119,7 +127,8 @@ def _strongest_pairs(
 
 
 def _support(m: Matches, on_box: np.ndarray, threshold: np.ndarray) -> np.ndarray:
-    """Return (G,), the highest score of a prediction on each box, as a multiple of its threshold; 0: there is none."""
+    """Return (G,): the highest score of a prediction on each of G boxes, divided by the prediction's threshold; else 0.
+    """
     support = np.zeros(len(m.truth))
     relative = (m.found.scores / np.maximum(threshold, 1e-9))[m.det]
     np.maximum.at(support, m.gt[on_box], relative[on_box])
@@ -127,8 +136,11 @@ def _support(m: Matches, on_box: np.ndarray, threshold: np.ndarray) -> np.ndarra
 
 
 def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
-    """Pair predictions that are on no box with a box near them of their class and about their size that no
-    prediction supports. The nearest pairs come first; each box and prediction is in one pair at most."""
+    """Pair predictions `dets` that are on no box with boxes `gts` that no prediction supports, if both are near each
+    other, of one class, and of about the same size; return {row of the prediction: row of the box}.
+
+    The nearest pairs are made first; each box and each prediction is in at most one pair.
+    """
     boxes_of: dict[tuple, list[int]] = {}  # by image and class
     for gt in gts:
         key = (m.truth.image_index[gt], m.truth.labels[gt])
@@ -161,8 +173,8 @@ def _moved(m: Matches, dets: list[int], gts: list[int]) -> dict[int, int]:
 
 
 def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
-    """Return (D,) bool, true if a stronger prediction of the same image overlaps by half: a duplicate, not another
-    object."""
+    """Return (D,) bool: True for a duplicate, a prediction that overlaps a stronger one of its image with an IoU above
+    0.5."""
     result = np.zeros(len(m.found), bool)
     rows = np.flatnonzero(strong)  # best first within an image
     images = m.found.image_index[rows]
@@ -174,8 +186,10 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
 
 
 def thresholds_of_classes(m: Matches) -> np.ndarray:
-    """Return (K,), the threshold of the best F1 of each class; the overall one for a class with too few true
-    positives."""
+    """Return (K,): the score threshold of the best F1 of each of K classes.
+
+    A class with fewer true positives than `MIN_FOUND_OBJECTS` has the threshold over all classes.
+    """
     overall = sweep(m).best
     result = np.full(m.num_classes, 1.0 if overall is None else overall.threshold)
     true_positives = np.bincount(m.found.labels[m.right], minlength=m.num_classes)

@@ -1,4 +1,4 @@
-"""Precision, recall and F1 against the score threshold: which threshold to deploy, and what it costs."""
+"""Computes precision, recall and F1 against the score threshold, by which a threshold for deployment can be chosen."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,12 @@ WANTED_PRECISION = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class ThresholdSweep:
-    """Numbers at IoU 0.5 when predictions with at least a score count; one row per distinct score, highest first.
+    """Precision, recall and F1 at IoU 0.5 for each of S score thresholds.
 
-    score, precision, recall, f1: (S,). total: boxes to find.
+    Attributes:
+        score: (S,) the distinct scores, highest first; predictions with at least this score count.
+        precision, recall, f1: (S,) each.
+        total: number of boxes to find.
     """
 
     score: np.ndarray
@@ -24,13 +27,13 @@ class ThresholdSweep:
 
     @property
     def best(self) -> "Point | None":
-        """Return the point of the highest F1; among several, the one with the highest score."""
+        """The point with the highest F1, and of several such points the highest score; None if F1 is 0 everywhere."""
         if not len(self.f1) or not self.f1.max() > 0:
             return None
         return self.point(int(np.argmax(self.f1)))
 
     def at_precision(self, wanted: float) -> "Point | None":
-        """Return the point of the highest recall with at least this precision; None: no threshold reaches it."""
+        """Return the point with the highest recall among those with at least the precision `wanted`, or None."""
         rows = np.flatnonzero(self.precision >= wanted - 1e-12)
         if not len(rows):
             return None
@@ -49,8 +52,10 @@ class ThresholdSweep:
 
 @dataclass(frozen=True)
 class Point:
-    """A threshold and its metrics. No score equals a threshold, so that it does not matter whether an equal one
-    counts."""
+    """A score threshold and its precision, recall and F1.
+
+    No score is equal to the threshold, so it does not matter whether scores must be above it or at least equal.
+    """
 
     threshold: float
     precision: float
@@ -59,7 +64,7 @@ class Point:
 
 
 def sweep(matches: Matches, label: int | None = None) -> ThresholdSweep:
-    """Compute precision, recall and F1 of one class, or of all boxes of all classes together (`label` None)."""
+    """Compute precision, recall and F1 against the score for the class `label`; None: for all classes together."""
     rows = matches.order
     if label is not None:
         rows = rows[matches.found.labels[rows] == label]
@@ -92,10 +97,12 @@ def _between(low: float, high: float) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Agreement between scores and how often predictions are right, in ten bins of equal width.
+    """The agreement between scores and the share of right predictions, in ten bins of equal width.
 
-    score, precision: (10,) mean score, share that is right; NaN in an empty bin. error: mean distance of the two over
-        all predictions (ECE, Naeini et al. 2015; for detections Küppers et al. 2020), None without predictions.
+    Attributes:
+        score, precision: (10,) mean score, and share of predictions that are right, in each bin; NaN in an empty bin.
+        error: mean distance of the two over all predictions (expected calibration error, Naeini et al. 2015; for
+            detections Küppers et al. 2020); None without predictions.
     """
 
     score: np.ndarray
@@ -117,14 +124,15 @@ def calibration(matches: Matches, bins: int = 10) -> Calibration:
 
 
 def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
-    """Count annotated boxes by their class and the predicted one, at IoU 0.5, for predictions above `threshold`.
+    """Count annotated boxes by annotated and predicted class, at IoU 0.5, for predictions that score above `threshold`.
 
-    A prediction first finds a box of its class, as in AP. What is left over is then paired across classes, largest IoU
-    first. Crowds and what lies in them do not count.
+    Predictions are first matched to boxes of their own class, as in AP. The remaining predictions and boxes are then
+    paired across classes, in the order of falling IoU. Crowd regions, and predictions in them, are not counted.
 
     Returns:
-        (K + 1, K + 1) int64, rows the annotated class, columns the predicted one; the last row is the background
-        (predictions without a box), the last column "missed". A row sums to the boxes of its class.
+        (K + 1, K + 1) int64 for K classes: rows are annotated classes, columns predicted classes. The last row is the
+        background (predictions without a box), the last column "missed" (boxes without a prediction). The sum of a
+        row, except the last, is the number of boxes of the class.
     """
     m = matches
     k = matches.num_classes

@@ -1,4 +1,4 @@
-"""The report of one detector or of several: `index.html`, one file, and `report.json` with its numbers."""
+"""Writes the report of one detector, or of several: `index.html`, and `report.json` with its numbers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,13 @@ REPORT_FILE = "report.json"
 
 
 def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
-    """Write `index.html`, and `report.json` if a detector was judged. Returns the page.
+    """Write `index.html` to a folder, and `report.json` if a detector was judged; return `index.html`.
 
-    judged: None without predictions; the page then has the curves and settings of the run.
+    Args:
+        judged: the statistics of the detector; None: there are no predictions, and the page has only the curves and
+            settings of the run.
+        run: the facts about the run.
+        title: title of the page.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,11 +60,11 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
 
 
 def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
-    """Write `index.html` with the detectors side by side, and `report.json` with the numbers of each and their
-    differences. Returns the page.
+    """Write `index.html` with several detectors side by side to a folder, and `report.json` with their numbers and
+    differences; return `index.html`.
 
     Raises:
-        BadInput: they were not made on the same data.
+        BadInput: the detectors were judged on different data.
     """
     folder = Path(folder)
     c = comparison.compare(judged)

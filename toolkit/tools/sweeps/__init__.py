@@ -1,1 +1,1 @@
-"""Many runs from one file of settings."""
+"""Sweeps: many runs with different settings, described in one file."""

@@ -1,4 +1,4 @@
-"""A sweep file, with its search space and its goal, in W&B's format (docs.wandb.ai/models/sweeps)."""
+"""Reads a sweep file in W&B's format (docs.wandb.ai/models/sweeps): the search space and the metric to optimise."""
 
 import math
 import sys
@@ -37,7 +37,14 @@ COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One setting that is tried: `values`, or from `low` to `high`, on a logarithmic axis or in steps of `q`."""
+    """The search space of one setting.
+
+    Attributes:
+        values: the values to try; None: numbers from `low` to `high`.
+        is_int: only whole numbers.
+        log: numbers are drawn on a logarithmic scale.
+        q: numbers are rounded to multiples of this; None: they are not.
+    """
 
     values: list | None = None
     low: float = 0.0
@@ -49,7 +56,18 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as its file has it. metric: a key of the evaluation rows. min_evaluations: None: no trial is pruned."""
+    """The content of a sweep file.
+
+    Attributes:
+        program: path of the training script.
+        method: "grid", "random" or "bayes".
+        metric: the key of the evaluation rows to optimise, such as "val/bbox_AP".
+        maximize: whether larger values of the metric are better.
+        parameters: search space of each setting, by its key.
+        command: the words of the command of a trial, with W&B's placeholders such as "${args}".
+        min_evaluations: number of evaluations after which a bad trial may be stopped early; None: no trial is.
+        trials: maximum number of trials; None: no maximum.
+    """
 
     program: str
     method: str
@@ -61,7 +79,12 @@ class Sweep:
     trials: int | None = None
 
     def command_of(self, values: Mapping, extra: list[str]) -> list[str]:
-        """Return the words that start a trial with these values; `extra` arguments come last and win."""
+        """Return the command of a trial, as words.
+
+        Args:
+            values: values of the settings by key.
+            extra: further arguments, which come last and override the values.
+        """
         arguments = [*(f"--{name}={_word(value)}" for name, value in values.items()), *extra]
         meant = {
             "${env}": [],
@@ -73,7 +96,7 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read the sweep in a file. Raises BadInput with everything that is wrong in it."""
+    """Read a sweep file. Raises BadInput if it is not valid; the message lists all faults."""
     content = read_yaml(path, str(path))
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping with program, method, metric and parameters")

@@ -1,1 +1,1 @@
-"""Programs that show a run, one file each: W&B, TensorBoard, and the others that Accelerate supports."""
+"""Experiment trackers, a module for each: W&B, TensorBoard, and the others that Accelerate supports."""

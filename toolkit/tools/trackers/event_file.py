@@ -1,4 +1,4 @@
-"""TensorBoard: one folder of event files with rows, pictures, curves and the table of hyperparameters."""
+"""The tracker for TensorBoard: writes event files with rows, pictures, curves and the table of hyperparameters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +54,8 @@ class TensorBoardTracker(Tracker):
 
 
 def _at_thresholds(sweep) -> tuple[np.ndarray, ...]:
-    """Return the true positives, false positives, true negatives (always 0), false negatives, precision and recall
-    of predictions with at least each threshold."""
+    """Return true positives, false positives, true negatives (always 0), false negatives, precision and recall at each
+    of `THRESHOLDS` score thresholds from 0 to 1, each an array."""
     thresholds = np.linspace(0, 1, THRESHOLDS)
     row = np.searchsorted(-sweep.score, -thresholds, side="right") - 1  # the last score that is large enough
     precision, recall = (

@@ -1,4 +1,5 @@
-"""Trackers supported through Accelerate: rows and settings, under one name and id across resumes."""
+"""The tracker for programs that Accelerate supports, which get rows and settings; a resumed run keeps its name and id.
+"""
 
 import re
 import uuid
@@ -48,9 +49,14 @@ class AccelerateTracker(Tracker):
 
 
 def options(name: str, about: RunDescription, folder: Path, run_id: str | None, goes_on: bool) -> dict[str, Any]:
-    """Return the arguments that a tracker takes for the name, id, group, tags and notes of a run.
+    """Return the keyword arguments by which a tracker gets the name, id, group, tags and notes of a run.
 
-    run_id: None if the tracker chooses it. goes_on: whether the run exists already.
+    Args:
+        name: name of the tracker, such as "mlflow".
+        about: facts about the run.
+        folder: the run folder.
+        run_id: id of the run in the tracker; None: the tracker chooses one.
+        goes_on: whether the run exists in the tracker already.
     """
     tags = list(about.tags)
     notes = about.notes or None
@@ -91,14 +97,22 @@ def options(name: str, about: RunDescription, folder: Path, run_id: str | None, 
 
 
 def mlflow_names(names: Iterable[str]) -> list[str]:
-    """Return the names, such as `val/AP/<class>`, with "_" for everything that MLflow refuses: all but letters,
-    digits, "_-. :" and slashes, and different paths to the same place. Names that become equal get a number."""
+    """Return the names of metrics, such as `val/AP/<class>`, with everything that MLflow refuses replaced by "_".
+
+    MLflow accepts letters, digits, "_-. :" and slashes, but no path that is not normalised ("a//b", "a/../b", "a/").
+    Names that become equal get a number.
+    """
     return distinct(re.sub(r"[^/\w.\- :]|(?<=/)\.+(?=/|$)|(?<=/)/|/$", "_", name) for name in names)
 
 
 def run_id(name: str, inner: Any, about: RunDescription) -> str | None:
-    """Return the id by which the tracker finds the run again. inner: its own object, as Accelerate's `tracker` gives
-    it."""
+    """Return the id by which a tracker finds the run again when it is resumed.
+
+    Args:
+        name: name of the tracker, such as "mlflow".
+        inner: the tracker's own object, the attribute `tracker` of Accelerate's class.
+        about: facts about the run.
+    """
     if name == "mlflow":
         return inner.info.run_id
     if name == "aim":

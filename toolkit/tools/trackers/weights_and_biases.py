@@ -1,6 +1,7 @@
-"""W&B: rows, pictures with switchable boxes, plots, the data as a reference, and the finished detector.
+"""The tracker for W&B: sends rows, pictures with switchable boxes, plots, a reference to the data, and the finished
+detector.
 
-Without an account or a network everything goes to files in the run folder; `wandb sync` sends them later.
+Without an account or a network, everything is written to files in the run folder, which `wandb sync` sends later.
 """
 
 import os
@@ -57,7 +58,7 @@ class WandbTracker(Tracker):
         self._run.log({"step": step, **values}, step=step)
 
     def note_data(self, data: Mapping[str, DataFacts]) -> None:
-        """Log one artifact that refers to the data by their fingerprints; nothing is copied or sent."""
+        """Log one artifact that refers to the data by their fingerprints; the data are not copied or sent."""
         import wandb
 
         marks = {split: facts.fingerprint for split, facts in data.items()}
@@ -78,7 +79,7 @@ class WandbTracker(Tracker):
         self.notes["data"] = marks
 
     def keep_final(self, final: Path, facts: Mapping) -> None:
-        """Log the artifact `best-<run id>`, unless its newest version has these files already."""
+        """Log the files in `final` as the artifact `best-<run id>`, unless its newest version has the same files."""
         import wandb
 
         artifact = wandb.Artifact(f"best-{self.run_id}", "model", metadata=dict(facts))
