@@ -64,7 +64,7 @@ class AnnotationIndex:
     def of(self, id_: object) -> tuple[object, int] | None:
         """Return (id of the image, row among the boxes of the image) of an annotation.
 
-        The row is -1 if the annotation was dropped. Returns None if there is no annotation of this id.
+        The row is -1 if the annotation was dropped. Returns None if no annotation has this id.
         """
         if not isinstance(id_, int):
             return None

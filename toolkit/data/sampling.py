@@ -103,7 +103,7 @@ def batch_ends(count: int, full_sizes: int | np.ndarray, world_size: int) -> np.
 
     full_sizes: the number of samples of every full batch, or an array with the number for each batch in turn. If fewer
     samples than ranks are left over, they are added to the last full batch. If there are fewer samples than ranks in
-    all, there is no batch.
+    all, nothing is yielded.
 
     On 2 ranks, 10 samples in batches of 4 end at [4, 8, 10], and 9 samples at [4, 9].
     """

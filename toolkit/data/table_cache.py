@@ -274,7 +274,7 @@ def _digest_of_info(info: Mapping) -> str:
 def open_table(cache_file: Path) -> tuple[DetectionTable, dict[str, str]] | None:
     """Open a cached table; return the table and its `checked` (see `write_table`).
 
-    Returns None if there is no cached table of this version, or if the table is damaged. The cache is not trusted more
+    Returns None if the cache has no table of this version, or if the table is damaged. The cache is not trusted more
     than other files: a disk, a power cut or another program may have changed it, and one wrong bit can move a box.
     Damage is logged in one line, and the caller makes the table anew.
     """

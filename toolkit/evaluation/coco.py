@@ -51,7 +51,7 @@ class CocoEvaluator:
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
             bbox_ARm, bbox_ARl` and `AP/<class>`, `AP50/<class>`, `AR100/<class>`; from 0 to 1. A metric is None if
-            there is no ground truth to find (pycocotools returns -1). Also `voc07_mAP` and `voc12_mAP`, see
+            nothing is to be found (pycocotools returns -1). Also `voc07_mAP` and `voc12_mAP`, see
             `voc_metrics`, and for a table that joins several sets `bbox_AP/<set>` of the images of each set.
 
         Raises:

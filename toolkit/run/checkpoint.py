@@ -117,7 +117,7 @@ def save_checkpoint(
             "state" for any other.
 
     Raises:
-        CheckpointError: there is no space, no permission to write, ...; the earlier checkpoints are untouched.
+        CheckpointError: space or the permission to write is missing, ...; the earlier checkpoints are untouched.
         TypeError: `state` holds a value that is not JSON; the message says where.
     """
     folder = Path(folder)
@@ -156,7 +156,7 @@ def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool
         best: whether the checkpoint is the best so far; the previous best one is deleted if nothing else keeps it.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, or there is no space, no permission to write, ...
+        CheckpointError: the checkpoint does not exist, or space or the permission to write is missing, ...
         TypeError: `state` holds a value that is not JSON; the message says where.
     """
     folder = Path(folder)
@@ -465,7 +465,7 @@ def resolve_resume(value: str, run_folder: Path, of_run: bool = False) -> tuple[
 
     Args:
         value: "never" (a fresh start); "latest" (the newest valid checkpoint of `run_folder`, or a fresh start if
-            there is no checkpoint); or the path of a checkpoint, of a `latest` or `best` link, or of a run folder,
+            a checkpoint does not exist); or the path of a checkpoint, of a `latest` or `best` link, or of a run folder,
             whose newest valid checkpoint is meant.
         run_folder: this run's folder.
         of_run: accept only checkpoints of kind "run", see `save_checkpoint`.

@@ -55,7 +55,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
 
     Raises:
         BadInput: `path` is neither a run folder nor a checkpoint in one; or the settings in the folder are not valid;
-            or there is no valid checkpoint.
+            or no valid checkpoint exists.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -122,7 +122,7 @@ def run_folder_of(path: Path) -> Path:
 
 
 def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dict:
-    """Return the newest settings in the run folder of a checkpoint; an empty dict if there is no run folder any more.
+    """Return the newest settings in the run folder of a checkpoint; an empty dict if that folder is gone.
 
     Args:
         checkpoint: path of the checkpoint, or of the run folder.
@@ -169,7 +169,7 @@ def chosen_weights(run: Run, asked: str | None = None) -> str:
 
 
 def script_of(config: Any) -> dict | None:
-    """Return the `path` of the script of a run and its hash, `sha256`; None if there is no such file.
+    """Return the `path` of the script of a run and its hash, `sha256`; None if that file does not exist.
 
     config: the settings object, whose class the script defines.
     """

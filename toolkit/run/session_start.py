@@ -30,7 +30,7 @@ def session(config: Any) -> Iterator[Session]:
     """Set up processes, run folder, signals and status of a run, and yield its `Session`, for a `with` block.
 
     Raises:
-        BadInput: the settings cannot be used here, the run folder cannot be used, or there is no valid checkpoint to
+        BadInput: the settings cannot be used here, the run folder cannot be used, or no valid checkpoint exists to
             resume from.
     """
     trial = agent_run_id()

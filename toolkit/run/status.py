@@ -68,7 +68,7 @@ def true_status(folder: Path, status: dict) -> dict:
     wrote it is gone.
 
     A process that is killed (SIGKILL, SIGBUS, out of memory) cannot update the file, but the kernel releases its lock.
-    If the lock cannot be checked (the run is on another machine, the disk has no locks, or there is no `.lock`),
+    If the lock cannot be checked (the run is on another machine, the disk has no locks, or `.lock` does not exist),
     `status` is returned unchanged.
     """
     if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK_FILE):
@@ -223,7 +223,7 @@ class FolderLock:
 
         Raises:
             BadInput: another process holds the lock; the message names its host, its number and its start.
-            OSError: there is no permission to write, or no space.
+            OSError: the permission to write, or space, is missing.
         """
         path = Path(folder) / LOCK_FILE
         content = path.read_bytes() if path.exists() else None

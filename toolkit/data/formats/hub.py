@@ -39,7 +39,7 @@ Make = Callable[[Path], DetectionTable]  # writes the table to the cache file th
 class Columns:
     """The names of the columns that are read from a data set, and what is known of its classes.
 
-    image: name of the column of images. category, id: names of keys in `objects`; id: None if there is no such key.
+    image: name of the column of images. category, id: names of keys in `objects`; id: None if that key is missing.
     categories, predicates: {"id", "name"} of classes and predicates; None: only their ids are known.
     relations: whether the data have relations.
     """
@@ -72,7 +72,7 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     for. They are not looked at before, so `width`, `height` and class names (ClassLabel) are needed, and `check_images`
     has no effect.
 
-    Raises BadInput: the data or the split do not exist, the hub cannot be reached and there is no local copy, or the
+    Raises BadInput: the data or the split do not exist, the hub cannot be reached and a local copy is missing, or the
         data have other columns or defects.
     """
     source = f"{name} ({split})"

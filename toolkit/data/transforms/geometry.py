@@ -133,7 +133,7 @@ def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = 
     """Return the label that each of P predicates has in a mirrored picture, (P,) int64.
 
     A name with the word left or right becomes the name with the other side; all other names stay. The label is
-    `UNKNOWN_PREDICATE` if there is no predicate of the mirrored name.
+    `UNKNOWN_PREDICATE` if no predicate has the mirrored name.
 
     Args:
         names: of the predicates, in the order of their labels.

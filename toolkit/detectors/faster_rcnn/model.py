@@ -293,7 +293,7 @@ class FasterRCNN(Detector):
         dropped; class-wise suppression of the others follows.
 
         Returns boxes (B, K, 4) in pixels of the model's images, and scores and labels (B, K), where K is
-        `detections_per_image`. In rows with label -1 there is no detection.
+        `detections_per_image`. Rows with label -1 hold no detection.
         """
         heads = self.roi_heads
         proposals, classes = scores.shape[1:]

@@ -75,7 +75,8 @@ def open_pretrained(name: str) -> Pretrained:
     """Open trained weights by a hub name or a path, of one of the kinds in the docstring of this module.
 
     Raises:
-        BadInput: the name is neither a path nor on the hub, there is no network, or a folder is of none of these kinds.
+        BadInput: the name is neither a path nor on the hub, the network cannot be reached, or a folder is of none
+            of these kinds.
     """
     path = Path(name).expanduser()
     if not path.exists():

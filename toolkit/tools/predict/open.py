@@ -216,7 +216,7 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
 
 def report_thresholds(path: Path) -> dict[str, float] | None:
     """Return the score thresholds that a run's report recommends, by class name, and under "" the one for all classes;
-    None if there is no report.
+    None if the run has no report.
 
     path: the run folder, or a path in it.
 

@@ -44,7 +44,7 @@ class Predictor:
         given: "boxes" or "boxes and labels" if a scene graph model describes given boxes: `predict` then takes a third
             argument, `boxes (N, 4)` and `labels (N,)` of each image. None: it finds boxes itself.
         thresholds: the scores that the run's report recommends, by class name, and under "" the one for all classes;
-            None: there is no report.
+            None: the run has no report.
         max_detections: number of detections of an image, over all classes, that an evaluation keeps.
         size: the size to which images are resized, see `input_hw`; None: it is not known.
     """
@@ -144,7 +144,7 @@ def from_report(predictor: Predictor) -> Predictor:
     """Return a copy of a predictor that keeps only detections with at least the score that the run's report recommends
     for their class.
 
-    Call its `predict` with the score threshold `smallest_threshold(predictor)`. Raises BadInput if there is no report.
+    Call its `predict` with the score threshold `smallest_threshold(predictor)`. Raises BadInput without a report.
     """
     if predictor.thresholds is None:
         raise BadInput(

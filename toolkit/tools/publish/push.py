@@ -58,7 +58,7 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
         say: called with a message that has the address.
 
     Raises:
-        BadInput: the folder does not exist; there is no token or no connection; or the hub refuses name or token.
+        BadInput: the folder does not exist; a token or a connection is missing; or the hub refuses name or token.
     """
     from huggingface_hub import ModelCard
 
@@ -79,7 +79,7 @@ def check_push(name: str) -> None:
     Nothing is changed there.
 
     Raises:
-        BadInput: there is no token or no connection, the token may only read, or the name is not valid or belongs to
+        BadInput: a token or a connection is missing, the token may only read, or the name is not valid or belongs to
             another user.
     """
     from huggingface_hub.utils import validate_repo_id

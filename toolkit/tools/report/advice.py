@@ -48,7 +48,7 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
 
     Args:
         judged: the statistics of the detector.
-        run: metrics and settings of its run; None: there is no run.
+        run: metrics and settings of its run; None: without a run.
     """
     run = run or RunFacts()
     data = run.config.get("data", {})
