@@ -83,7 +83,7 @@ class ByClass:
 
     of_class: rows of `found` with the predictions of each class, best first.
     near: positions in `of_class` of the predictions with an IoU of at least 0.5 with a box of their class.
-    candidate: the columns of `matches.coco.gt` of the predictions in `near`.
+    candidate: index of the column that each prediction in `near` has in `matches.coco.gt`.
     required: (A, G) bool, whether a box must be found, by area range. totals: (A, K) their number by class.
     """
 

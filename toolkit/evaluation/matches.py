@@ -34,7 +34,8 @@ class Matches:
     There are D predictions and G annotated boxes of K classes, and P pairs of a prediction and a box.
 
     truth: all annotated boxes, crowds too, in the order of the table.
-    found: the predictions, at most `max_detections[-1]` of each image and class, by image, best first.
+    found: the predictions, at most `max_detections[-1]` of each image and class, in the order of the images; in an
+        image best first, whatever the class.
     rank: (D,) place of a prediction, from 0, among those of its image and class.
     order: (D,) rows of `found`, best first over all images; equal scores stay in the order of their rows.
     det, gt: (P,) rows of `found` and `truth`: all pairs in the same image, of any classes, with an `iou` of at least

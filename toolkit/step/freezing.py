@@ -172,8 +172,8 @@ def freeze_batch_norms(module: nn.Module) -> nn.Module:
 def hold_batch_norms(module: nn.Module) -> None:
     """Freeze every batch norm with running statistics in `module` in place, so that images do not affect each other.
 
-    1-d batch norms are frozen too. The names in the state dict do not change, and weights that are loaded later take
-    effect.
+    Statistics, weight and bias are frozen, those of 1-d batch norms too. The names in the state dict do not change, and
+    weights that are loaded later take effect.
     """
     for child in list(module.modules()):
         if isinstance(child, _BatchNorm) and child.running_mean is not None:

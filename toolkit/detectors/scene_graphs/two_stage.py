@@ -67,8 +67,8 @@ class SceneGraph(GraphDetector):
         options: settings, see `SceneGraphOptions`; `detector` and `word_vectors` are not read here.
         predicates: one name each, in the order of the labels.
         attributes: names of the attributes, in the order of their ids in the data, which a linear classifier on the box
-            features predicts. Without names, and with the frequency head, which
-            has no features, such a classifier is not built.
+            features predicts. This classifier is not built without names, nor with
+            the frequency head, which has no features.
 
     Raises:
         BadInput: the mode, the head or another setting is invalid, or there are no predicates. One error names all of

@@ -166,7 +166,7 @@ def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
 
 
 def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors below a prefix, with the prefix removed from their names."""
+    """Return the tensors whose names start with `prefix`, a dot at its end included, without the prefix."""
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
