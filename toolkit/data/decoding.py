@@ -104,7 +104,7 @@ def decode_reduced(
     if data[:3] == JPEG_START and _may_be_reduced(data, least_hw):
         _check_pixels(_jpeg_size(data), max_pixels, path)
         with suppress(ImageError):  # a damaged or uncommon file: decoding the whole says what is wrong, or succeeds
-            reduced = _decode_reduced_jpeg(data, least_hw, path, max_pixels)
+            reduced = _decode_reduced_jpeg(data, least_hw, path)
             if reduced is not None:
                 return reduced
     pixels = _decode_whole(data, path, max_pixels)
@@ -112,11 +112,17 @@ def decode_reduced(
 
 
 def reduction(size_hw: tuple[int, int], least_hw: tuple[int, int]) -> int:
-    """Return the largest of 8, 4 and 2 by which both sides can be divided without falling below `least_hw`, or 1."""
+    """Return the largest of 8, 4 and 2 by which both sides can be divided without falling below `least_hw`, or 1.
+
+    It is 2 for even sides only: the pixels of other images are resampled afterwards (see `decode_reduced`), which costs
+    at a half of the sides as much as was saved.
+    """
+    is_even = size_hw[0] % 2 == 0 and size_hw[1] % 2 == 0
     for divisor in REDUCTIONS:
         height = size_hw[0] // divisor
         width = size_hw[1] // divisor
-        if height >= max(1, least_hw[0]) and width >= max(1, least_hw[1]):
+        is_enough = height >= max(1, least_hw[0]) and width >= max(1, least_hw[1])
+        if is_enough and (divisor > 2 or is_even):
             return divisor
     return 1
 
@@ -135,7 +141,7 @@ def _may_be_reduced(data: bytearray, least_hw: tuple[int, int]) -> bool:
 
 
 def _decode_reduced_jpeg(
-    data: bytearray, least_hw: tuple[int, int], path: Path | Stored | None, max_pixels: int
+    data: bytearray, least_hw: tuple[int, int], path: Path | Stored | None
 ) -> tuple[torch.Tensor, tuple[int, int]] | None:
     """Return the result of `decode_reduced` for a JPEG; None: it is not to be reduced, or cannot be."""
     with _as_image_errors(data, path), Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
@@ -147,12 +153,13 @@ def _decode_reduced_jpeg(
         if divisor == 1 or image.draft(None, reduced_size) is None:
             return None
         image.load()
-        if image.size == reduced_size:
-            return pixels_of(image, path, max_pixels), size_hw
-        # libjpeg rounds sides up; its last row or column then lies partly outside of the picture
-        seen = (0, 0, width / divisor, height / divisor)
-        exact = image.resize(reduced_size, Image.Resampling.BILINEAR, box=seen)
-        return pixels_of(exact, path, max_pixels), size_hw
+        if image.size != reduced_size:
+            # libjpeg rounds sides up; its last row or column then lies partly outside of the picture
+            seen = (0, 0, width / divisor, height / divisor)
+            image = image.resize(reduced_size, Image.Resampling.BILINEAR, box=seen)
+        ImageOps.exif_transpose(image, in_place=True)  # `pixels_of` copies, since its image belongs to somebody else
+        rgb = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
+        return rgb.permute(2, 0, 1), size_hw
 
 
 def _decode_whole(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
@@ -356,7 +363,8 @@ def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
     if image.mode == "La":  # Pillow converts it to nothing else
         image = image.convert("LA")
     try:
-        return np.array(image.convert("RGB"))
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        return np.array(rgb)
     except ValueError as error:
         raise ImageError(f"pixels of mode {image.mode}, which have no colours: {error}", path) from error
 
