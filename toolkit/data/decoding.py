@@ -89,7 +89,7 @@ def decode_reduced(
     """Decode an image as `decode_image` does, but a large JPEG at a half, a quarter or an eighth of its sides.
 
     libjpeg then computes fewer pixels, by leaving out the high frequencies of each block. The result always shows the
-    whole picture: a side of 1001 pixels becomes one of 500, each of which is 2.002 old pixels long.
+    whole picture: at a quarter, a side of 1001 pixels becomes one of 250, each of which is 4.004 old pixels long.
 
     least_hw: height and width in pixels, of the upright image, below which no image is reduced.
 
