@@ -4,7 +4,7 @@ Samples may be made of several images, by mixup and mosaic, up to a given epoch.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,14 @@ from toolkit.base.errors import BadInput
 from toolkit.data.decoding import ImageError
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
-from toolkit.data.transforms.geometry import Sample, Transform, mirrored_predicates, recheck_boxes
+from toolkit.data.transforms.geometry import (
+    Sample,
+    Size,
+    Transform,
+    mirrored_predicates,
+    recheck_boxes,
+    resize_target,
+)
 from toolkit.data.transforms.mixing import draw_mixup_lambda, draw_point, mix_batch, mixup, mosaic
 
 ALL_EPOCHS = 2**62
@@ -33,7 +40,7 @@ def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.
 
 
 def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
-    """Return the target of a table row, for its image of `size_hw` as decoded.
+    """Return the target of a table row, for its image of `size_hw` as the file has it.
 
     For N boxes and R relations a target has image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32;
     iscrowd (N,) int64; relations (R, 3) int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For
@@ -69,6 +76,9 @@ class DetectionDataset(torch.utils.data.Dataset):
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.
         mirrored: pairs of predicates that change places in a mirrored picture, see `mirrored_predicates`.
+        least_size: function from the size (h, w) of an image to the size below which it is not decoded, such as
+            `toolkit.data.least_size.LeastSize`; large JPEGs are then decoded at a reduced scale. None: all images are
+            decoded whole.
 
     Raises BadInput naming file and image id when an image cannot be decoded.
     """
@@ -80,6 +90,7 @@ class DetectionDataset(torch.utils.data.Dataset):
         seed: int = 0,
         cache_images: bool = False,
         mirrored: Mapping[str, str] | None = None,
+        least_size: Callable[[Size], Size] | None = None,
     ):
         self._mirrored = None
         if table.predicates or mirrored:
@@ -87,6 +98,7 @@ class DetectionDataset(torch.utils.data.Dataset):
         self.table = table
         self.transform = transform
         self.seed = seed
+        self.least_size = least_size
         self._cache = None
         if cache_images:
             self._cache = [self._decode(table.row(i)) for i in range(len(table))]
@@ -102,7 +114,11 @@ class DetectionDataset(torch.utils.data.Dataset):
     def _read(self, index: int) -> tuple[Tensor, Target]:
         row = self.table.row(index)
         image = self._decode(row) if self._cache is None else self._cache[index]
-        target = row_target(row, tuple(image.shape[-2:]))
+        file_hw = (row["height"], row["width"])
+        decoded_hw = tuple(image.shape[-2:])
+        target = row_target(row, file_hw)
+        if decoded_hw != file_hw:
+            target = resize_target(target, file_hw, decoded_hw)
         if self.table.labelled_classes is not None:
             labelled = self.table.labelled_classes[row["set"]]
             target["labelled"] = torch.from_numpy(labelled.copy())
@@ -117,8 +133,9 @@ class DetectionDataset(torch.utils.data.Dataset):
         return image, recheck_boxes(image, target)
 
     def _decode(self, row: dict) -> Tensor:
+        least_hw = self.least_size and self.least_size((row["height"], row["width"]))
         try:
-            return self.table.decode_image(row)
+            return self.table.decode_image(row, least_hw)
         except ImageError as error:
             raise BadInput(f"{row['file_name']}: image id {row['image_id']} cannot be read: {error}") from error
 
@@ -127,7 +144,7 @@ class MixedDataset(DetectionDataset):
     """A `DetectionDataset` whose samples are mosaics of four images, two images mixed, or both, before the transform.
 
     Args:
-        table, transform, seed, cache_images, mirrored: as `DetectionDataset`.
+        table, transform, seed, cache_images, mirrored, least_size: as `DetectionDataset`.
         mixup: whether every sample is mixed with another image, by a share from Beta(1.5, 1.5); the entry `mixup` of
             the target then has the share of the image of each box.
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its

@@ -5,7 +5,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from toolkit.data.image_sources import Stored
 JPEG_START = b"\xff\xd8\xff"
 APP1 = 0xE1  # the segment of EXIF, and of XMP
 XMP_ORIENTATION = b"tiff:Orientation"
+END_OF_IMAGE = b"\xff\xd9"  # the last marker of a JPEG
+REDUCTIONS = (8, 4, 2)  # of the sides of a JPEG, at which libjpeg decodes it faster
 EXTENSIONS = {
     "JPEG": {".jpg", ".jpeg", ".jpe", ".jfif"},
     "MPO": {".jpg", ".jpeg", ".mpo"},  # two JPEGs in one file, as some cameras write; the first is read
@@ -76,6 +78,91 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
     without a writer.
     """
     path, data = read_image_file(source, max_pixels)
+    return _decode_whole(data, path, max_pixels)
+
+
+def decode_reduced(
+    source: Path | str | bytes | Stored,
+    least_hw: tuple[int, int],
+    max_pixels: int = MAX_IMAGE_PIXELS,
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Decode an image as `decode_image` does, but a large JPEG at a half, a quarter or an eighth of its sides.
+
+    libjpeg then computes fewer pixels, by leaving out the high frequencies of each block. The result always shows the
+    whole picture: at a quarter, a side of 1001 pixels becomes one of 250, each of which is 4.004 old pixels long.
+
+    least_hw: height and width in pixels, of the upright image, below which no image is reduced.
+
+    Returns:
+        The pixels, uint8 (3, h, w), and the height and width of the upright image in the file. The two sizes are equal
+        for an image that is too small for a reduction, and for every format but JPEG, which Pillow cannot reduce.
+
+    Raises:
+        ImageError: as `decode_image`. One kind of damage may pass: a broken restart marker inside a JPEG.
+    """
+    path, data = read_image_file(source, max_pixels)
+    if data[:3] == JPEG_START and _may_be_reduced(data, least_hw):
+        _check_pixels(_jpeg_size(data), max_pixels, path)
+        with suppress(ImageError):  # a damaged or uncommon file: decoding the whole says what is wrong, or succeeds
+            reduced = _decode_reduced_jpeg(data, least_hw, path)
+            if reduced is not None:
+                return reduced
+    pixels = _decode_whole(data, path, max_pixels)
+    return pixels, tuple(pixels.shape[-2:])
+
+
+def reduction(size_hw: tuple[int, int], least_hw: tuple[int, int]) -> int:
+    """Return the largest of 8, 4 and 2 by which both sides can be divided without falling below `least_hw`, or 1.
+
+    It is 2 for even sides only: the pixels of other images are resampled afterwards (see `decode_reduced`), which costs
+    at a half of the sides as much as was saved.
+    """
+    is_even = size_hw[0] % 2 == 0 and size_hw[1] % 2 == 0
+    for divisor in REDUCTIONS:
+        height = size_hw[0] // divisor
+        width = size_hw[1] // divisor
+        is_enough = height >= max(1, least_hw[0]) and width >= max(1, least_hw[1])
+        if is_enough and (divisor > 2 or is_even):
+            return divisor
+    return 1
+
+
+def _may_be_reduced(data: bytearray, least_hw: tuple[int, int]) -> bool:
+    """Return whether a JPEG is large enough in one of its orientations, and has its last marker.
+
+    Pillow would decode a file whose last marker is damaged, which torchvision refuses.
+    """
+    width, height = _jpeg_size(data)
+    largest = max(reduction((height, width), least_hw), reduction((width, height), least_hw))
+    if largest == 1:
+        return False
+    segments = [at for _, at in _jpeg_segments(data)]
+    return data.rfind(END_OF_IMAGE) > segments[-1]
+
+
+def _decode_reduced_jpeg(
+    data: bytearray, least_hw: tuple[int, int], path: Path | Stored | None
+) -> tuple[torch.Tensor, tuple[int, int]] | None:
+    """Return the result of `decode_reduced` for a JPEG; None: it is not to be reduced, or cannot be."""
+    with _as_image_errors(data, path), Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+        width, height = image.size
+        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        size_hw = (width, height) if is_turned else (height, width)
+        divisor = reduction(size_hw, least_hw)
+        reduced_size = (width // divisor, height // divisor)
+        if divisor == 1 or image.draft(None, reduced_size) is None:
+            return None
+        image.load()
+        if image.size != reduced_size:
+            # libjpeg rounds sides up; its last row or column then lies partly outside of the picture
+            seen = (0, 0, width / divisor, height / divisor)
+            image = image.resize(reduced_size, Image.Resampling.BILINEAR, box=seen)
+        ImageOps.exif_transpose(image, in_place=True)  # `pixels_of` copies, since its image belongs to somebody else
+        rgb = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
+        return rgb.permute(2, 0, 1), size_hw
+
+
+def _decode_whole(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
     if data[:3] == JPEG_START and _orientation_is_in_exif(data):
         _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
@@ -276,7 +363,8 @@ def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
     if image.mode == "La":  # Pillow converts it to nothing else
         image = image.convert("LA")
     try:
-        return np.array(image.convert("RGB"))
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        return np.array(rgb)
     except ValueError as error:
         raise ImageError(f"pixels of mode {image.mode}, which have no colours: {error}", path) from error
 

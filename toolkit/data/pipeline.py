@@ -16,6 +16,7 @@ from toolkit.base.text import size_text
 from toolkit.data.batches import collate, make_loader
 from toolkit.data.dataset import DetectionDataset, MixedDataset
 from toolkit.data.image_sources import ImageSources, Shards
+from toolkit.data.least_size import LeastSize, least_size_of
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, VariableSizes
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import (
@@ -231,7 +232,7 @@ def loader_of_settings(
     if augmented:
         dataset = _augmented(table, transform, c, seed)
     else:
-        dataset = DetectionDataset(table, transform, seed, c.cache_images)
+        dataset = DetectionDataset(table, transform, seed, c.cache_images, least_size=least_size_of(c))
     return sampler, make_loader(dataset, sampler, c.workers, stride, pin)
 
 
@@ -284,6 +285,7 @@ def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -
         "seed": seed,
         "cache_images": c.cache_images,
         "mirrored": c.mirrored_predicates,
+        "least_size": least_size_of(c),
     }
     # Samples of the recipe yolov3 draw whether they are mosaics, also where none is.
     is_mixed = any(mixing.values()) or c.recipe == "yolov3"
@@ -375,10 +377,13 @@ def validation_loader(
     workers: int,
     stride: int,
     pin: bool = False,
+    least_size: LeastSize | None = None,
 ) -> torch.utils.data.DataLoader:
-    """Make this rank's loader of the validation data; `pin` as in `make_loader`."""
+    """Make this rank's loader of the validation data; `pin` as in `make_loader`, `least_size` as in `DetectionDataset`.
+    """
     sampler = EvalSampler(len(table), batch_size, *world())
-    return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
+    dataset = DetectionDataset(table, transform, least_size=least_size)
+    return make_loader(dataset, sampler, workers, stride, pin=pin)
 
 
 def _check_transform(c: Any) -> None:

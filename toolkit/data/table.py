@@ -21,7 +21,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.decoding import ImageError, decode_image
+from toolkit.data.decoding import ImageError, decode_image, decode_reduced
 from toolkit.data.image_sources import ImageSources, Stored
 
 OBJECT_TYPES = {
@@ -204,15 +204,20 @@ class DetectionTable:
             return row["image"]
         return self.image_root / row["file_name"]
 
-    def decode_image(self, row: Mapping) -> Tensor:
+    def decode_image(self, row: Mapping, least_hw: tuple[int, int] | None = None) -> Tensor:
         """Decode the image of a row, uint8 (3, H, W).
+
+        least_hw: as for `decode_reduced`, whose result may be smaller than the row says; None: decode the whole image.
 
         Raises ImageError if the image cannot be decoded, or if it does not have the size in the row: then another
         picture has replaced the annotated one, and the boxes do not fit it.
         """
         source = self.image_source(row)
-        image = decode_image(source, self.max_image_pixels)
-        height, width = image.shape[-2:]
+        if least_hw is None:
+            image = decode_image(source, self.max_image_pixels)
+            height, width = image.shape[-2:]
+        else:
+            image, (height, width) = decode_reduced(source, least_hw, self.max_image_pixels)
         if (height, width) != (row["height"], row["width"]):
             reason = (
                 f"the picture has {width} x {height} pixels (width x height), but {row['width']} x {row['height']} by "

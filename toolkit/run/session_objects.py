@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from toolkit import index
 from toolkit.data import pipeline
 from toolkit.data.formats import is_several
+from toolkit.data.least_size import least_size_of
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
@@ -157,7 +158,7 @@ def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> Data
     images = s.config.eval.batch_size_per_device
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
     how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
-    return pipeline.validation_loader(table, transform, **how)
+    return pipeline.validation_loader(table, transform, **how, least_size=least_size_of(c))
 
 
 def _loaders(

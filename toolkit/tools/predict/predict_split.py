@@ -1,15 +1,16 @@
 """Makes or reads predictions on a split, from a run, a checkpoint, an exported model, or a predictions file."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import torch
 from torch.utils.data import DataLoader
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.data.least_size import least_size_of
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
@@ -18,6 +19,7 @@ from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
+from toolkit.run.settings import DataConfig
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
 from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
@@ -167,6 +169,7 @@ def predict_run(
 def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.device) -> DataLoader:
     """Return a loader of a table with the image and batch sizes of a run's evaluations; config: the run's settings."""
     data = config["data"]
+    settings = SimpleNamespace(**{**asdict(DataConfig()), **data})  # what an older run lacks has its default
     return validation_loader(
         table,
         val_transform(data["image_size"], data["scales"], data["max_size"]),
@@ -174,6 +177,7 @@ def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.d
         workers=data["workers"],
         stride=stride,
         pin=device.type == "cuda",
+        least_size=least_size_of(settings),
     )
 
 
