@@ -118,6 +118,10 @@ class DataConfig:
     unlisted_classes: Literal["unknown", "background"] = "unknown"
     """With several data sets: what a class that is not in a set's own list is in its images: unknown (objects of it may
     be there, so no loss makes it less likely there) or background (there are none)."""
+    classes: dict[str, Any] = field(default_factory=dict)
+    """Classes under other names, for training, validation and test data alike: {car: vehicle, truck: vehicle, tree:
+    null} renames two classes, which merges them, and leaves the boxes of a third out. "*" stands for all classes that
+    are not named; without it they stay as they are."""
     val: str | float | list[str] = "val"
     """Validation data: an annotation file, a folder, the name of a split, or a fraction of the training data to hold
     out (0.2 or 20%; 1/5 to 5/5: the folds of a cross-validation), chosen by image content."""
