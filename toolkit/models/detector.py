@@ -64,7 +64,8 @@ class Detector(nn.Module):
         metric_names: metrics that `criterion` returns beside losses.
         fixed_size: images must have one size and no padding. stride: sides of batches are multiples of it.
         weighs_boxes: the criterion weighs each box by `target["mixup"]`. masks_unlabelled: no loss makes a class less
-            likely in an image whose `target["labelled"]` says that it is not labelled there.
+            likely in an image whose `target["labelled"]` says that it is not labelled there. weighs_classes: the
+            criterion multiplies the classification loss of each object by the entry of its class in `class_weights`.
         buffers_steer_training: buffers that training changes, such as running statistics, are used in its forward pass;
             every forward then copies those of the first process to all. If they are not used, an evaluation does so.
         leaves_unused: trained parameters may be unused in the losses of a step, such as those of denoising on a batch
@@ -89,6 +90,7 @@ class Detector(nn.Module):
     weighs_boxes = False
     buffers_steer_training = True
     masks_unlabelled = False
+    weighs_classes = False
     leaves_unused = True
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()
@@ -97,6 +99,24 @@ class Detector(nn.Module):
     exported_sides = ""
     max_detections = 100
     object_limits: Mapping[str, int] = {}
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Set the weight of each class in the classification losses of training, in the order of the labels.
+
+        The weights are on the device of the detector and in no checkpoint.
+        """
+        values = torch.tensor(list(weights), dtype=torch.float32)
+        parameter = next(self.parameters(), values)
+        self.register_buffer("_class_weights", values.to(parameter.device), persistent=False)
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """Return the weights of the classes, (C,) float32; None: all are 1, as in evaluation mode always.
+
+        The classification loss of whatever has an object of a class as its target is multiplied by the weight of this
+        class, background by 1. Denominators stay as they are without weights.
+        """
+        return self._buffers.get("_class_weights") if self.training else None
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Compute outputs, under autocast, of uint8 images (B, 3, H, W) with sizes (B, 2) h, w without padding."""

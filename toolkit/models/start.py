@@ -100,10 +100,10 @@ def check_weights(options: DetectorOptions) -> None:
         )
 
 
-def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> None:
-    """Raise BadInput for data that the losses of a detector do not take into account.
+def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool, weighs_classes: bool = False) -> None:
+    """Raise BadInput for data and settings that the losses of a detector do not take into account.
 
-    These are images mixed by mixup, and classes that some images do not label.
+    These are images mixed by mixup, classes that some images do not label, and weights of classes.
     """
     name = detector.options["architecture"]
     faults = []
@@ -116,6 +116,12 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> N
         faults.append(
             f"data.unlisted_classes unknown: the losses of {name} do not leave out classes that a data set does not "
             "label; set it to background if there are no objects of these classes there"
+        )
+    if weighs_classes and not detector.weighs_classes:
+        graphs = "; predicates have model.rare_predicate_power" if hasattr(detector, "predicates") else ""
+        faults.append(
+            f"loss.class_weights: the losses of {name} do not weigh classes; leave it out, or use "
+            f"data.repeat_factor, which shows images with rare classes more often{graphs}"
         )
     if faults:
         raise BadInput(faults)

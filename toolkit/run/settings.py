@@ -342,6 +342,10 @@ class LossConfig:
     denominators: Literal["global", "original"] = "global"
     """Loss normalisation: over the accumulation window and all processes (global), or by the rule of the original
     program (original)."""
+    class_weights: str | dict[str, Any] | None = None
+    """Weights of the classes in the classification losses of training: null (all 1), balanced (larger for rare classes,
+    by the effective number of their objects in the training data), or a mapping of class names to weights, such as
+    {car: 2.0}; classes that are not named have 1."""
     teacher: str | None = None
     """Distillation: run, checkpoint or `final/` folder of a trained detector with the same classes, from whose feature
     maps, and in the DETR family predictions, this one learns too (`loss_distill_...`); a resume needs it in place."""
