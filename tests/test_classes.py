@@ -187,6 +187,11 @@ def test_classes_of_several_sets_get_their_names_before_they_are_joined(coco, tm
     table = open_dataset("train", **how)
     assert table.class_names == ["disc", "box"] and table.class_map == class_map
     assert [one.classes for one in table.sets] == [(0, 1), (0,)]
+    alone = {"cache_dir": tmp_path, "classes": class_map, "say": str}
+    train_table, val_table = open_splits([str(coco), str(other)], str(other), tmp_path, **alone)
+    assert train_table.class_names == val_table.class_names == ["disc", "box"]
+    assert train_table.class_map == val_table.class_map == class_map
+    assert set(val_table.boxes().labels.tolist()) == {0}
     with pytest.raises(BadInput, match="no class Disk in .*did you mean Disc"):
         open_dataset("train", **how | {"classes": {"Disk": "disc"}})
 
@@ -223,6 +228,8 @@ def test_a_run_records_them_and_its_evaluation_opens_the_data_alike(coco, tmp_pa
     run = tmp_path / "mine"
     config = load_config_dict(run / "config.yaml", options_class)
     assert config["data"]["classes"] == MAP
+    final = json.loads((run / "final" / "categories.json").read_text())  # by whose names other runs load these weights
+    assert [(category["id"], category["name"]) for category in final] == [(1, "round"), (2, "box")]
     capsys.readouterr()
     saved = tmp_path / "found.json"
     assert evaluate.main([str(run), "--save", str(saved)]) == 0
