@@ -13,10 +13,11 @@ from small_detectors import HYBRIDS, batch_of, gradient_of, run
 from test_contract import MODELS, built
 from test_unlabelled import class_gradients, of_class_1
 
-from scripts import train_ssd
+from scripts import replay, train_ssd
 from toolkit.base.batch import Batch
-from toolkit.base.errors import BadInput
+from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.base.seeding import seed_images
+from toolkit.models.detector import Detector
 from toolkit.models.start import check_losses
 from toolkit.run.command_line import parse_config
 from toolkit.step.class_weights import balanced_weights, class_weights
@@ -145,7 +146,9 @@ def test_the_weights_of_a_setting_and_all_its_faults():
         class_weights("balance", names, [1, 1, 1])
 
 
-def test_a_run_counts_the_objects_of_its_training_data(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def words(tmp_path, monkeypatch) -> list[str]:
+    """The command line of a training of one step with balanced weights."""
     monkeypatch.setattr("toolkit.run.session_end._report", lambda *_, **__: None)
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
     make_shapes(tmp_path / "data", 8, 4, 48, seed=0)
@@ -156,9 +159,25 @@ def test_a_run_counts_the_objects_of_its_training_data(tmp_path, monkeypatch, ca
         "model.aspect_ratios": "[[2], [2]]", "eval.pictures": 0, "schedule.warmup_steps": 0,
         "loss.class_weights": "balanced", "data.classes": "{star: null}",
     }  # fmt: skip
-    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    return [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+
+
+def test_a_run_counts_the_objects_of_its_training_data(tmp_path, words, capsys):
     train_ssd.main(parse_config(train_ssd.Config, words))
     AcceleratorState._reset_state(True)
     weights = json.loads((tmp_path / "mine" / "environment.json").read_text())["class_weights"]
     assert list(weights) == ["circle", "square", "triangle"] and len(set(weights.values())) > 1
     assert "weights of classes in the losses: circle " in capsys.readouterr().out
+
+
+def test_a_window_is_run_again_with_the_weights_that_it_had(tmp_path, words, monkeypatch, capsys):
+    words += ["--optim.lr", "1e18", "--optim.max_norm", "0", "--optim.name", "sgd", "--schedule.name", "constant"]
+    with pytest.raises(StoppedByGuard):
+        train_ssd.main(parse_config(train_ssd.Config, [*words, "--run.max_steps", "5", "--run.epochs", "5"]))
+    AcceleratorState._reset_state(True)
+    weights = json.loads((tmp_path / "mine" / "environment.json").read_text())["class_weights"]
+    given = []
+    monkeypatch.setattr(Detector, "weigh_classes", lambda detector, weights: given.append(weights))
+    [report] = (tmp_path / "mine" / "nan").glob("*/rank0")
+    assert replay.main([str(report)]) == 0
+    assert given == [pytest.approx(list(weights.values()))]

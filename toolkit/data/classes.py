@@ -85,6 +85,8 @@ def with_classes(table: DetectionTable, class_map: ClassMap) -> DetectionTable:
 
     Raises BadInput: no class is left.
     """
+    if not class_map:
+        return table
     new_names = [_new_name(name, class_map) for name in table.class_names]
     kept: dict[str, Category] = {}
     for name, category in zip(new_names, table.categories, strict=True):

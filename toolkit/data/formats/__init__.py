@@ -84,8 +84,6 @@ def open_dataset(
         sets = pair_folders_and_splits(path, source)
         return open_joined(sets, open_one, unlisted_classes, cache_dir, class_map, classes_must_exist)
     table = open_one(source, path=path)
-    if not class_map:
-        return table
     if classes_must_exist:
         check_class_map(class_map, table.class_names, table.name)
     return with_classes(table, class_map)
