@@ -5,6 +5,7 @@
     python scripts/check_data.py DIR --json found/report.json --fix found/cleaned
     python scripts/check_data.py train val --name HUB_NAME_OR_FOLDER
     python scripts/check_data.py val --format shapes
+    python scripts/check_data.py DIR --classes '{car: vehicle, truck: vehicle}'
     python scripts/check_data.py DIR --script train_ssd       # ends with the command that trains this detector on it
 
 A folder is read with all its splits, and these are compared: identical or near-duplicate images in two splits are
@@ -26,10 +27,11 @@ import yaml
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
+from toolkit.data.classes import check_class_map, class_map_of, describe_class_map, written_class_map
 from toolkit.data.formats import FORMATS, MAX_UNUSED_NAMED, open_dataset, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
-from toolkit.tools.arguments import Program, add_data_flag
+from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.tools.doctor.training_command import Source, command_for
 
@@ -42,8 +44,9 @@ CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given."""
-    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images")}
+    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images", "classes")}
     reading["on_error"] = "drop"
+    reading["classes_must_exist"] = False  # a split may lack a class; all splits together are checked below
     tables: dict[str, DetectionTable] = {}
     sources = []
     for given in dict.fromkeys(options.source):
@@ -61,6 +64,8 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
         sources.append(source)
         for name, table in opened.items():
             tables[name if name not in tables else f"{given} ({name})"] = table
+    listed = dict.fromkeys(name for table in tables.values() for name in table.as_stored().class_names)
+    check_class_map(class_map_of(options.classes), list(listed), " and ".join(options.source))
     return tables, sources
 
 
@@ -74,6 +79,8 @@ def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
             lines += [f"{heading}: {count}", *(line for finding in findings for line in _lines_of(finding)), ""]
     for split, table in tables.items():
         summary = inspection.splits[split]
+        if table.class_map:
+            lines.append(f"data.classes: {describe_class_map(table.class_map)}")
         width = max(map(len, ["class", *summary.classes]))
         lines.append(f"{'class':{width}}  {'id':>8}  {'boxes':>8}  {'images':>8}")
         for category in table.categories:
@@ -156,6 +163,7 @@ def training_command(
     reading["format"] = None if options.format == "auto" else options.format
     reading["on_error"] = None if options.on_error == "raise" else options.on_error
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
+    reading["classes"] = written_class_map(options.classes) if options.classes else None
     return command_for(sources, inspection, reading, options.script)
 
 
@@ -215,6 +223,7 @@ def _parser() -> Program:
     depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
     depths += "header reads sizes and ends of files; none opens no image"
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
+    add_classes_flag(parser)
     side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
     add_data_flag(parser, "--image-size", type=int, nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")

@@ -2,6 +2,7 @@
 
     python scripts/convert.py DIR found/coco --to coco
     python scripts/convert.py DIR found/yolo --to yolo --val 0.2
+    python scripts/convert.py DIR found/vehicles --to coco --classes '{car: vehicle, truck: vehicle}'
     python scripts/convert.py train.json found/voc --to voc --image-dir images
 
 SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an annotation file; all its splits are
@@ -11,13 +12,15 @@ written. Whatever the new format cannot represent is reported. The exit code is 
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit.base.errors import BadInput, exit_on_bad_input
+from toolkit.data.classes import check_class_map, class_map_of
 from toolkit.data.formats import FORMATS, open_dataset, recognise
 from toolkit.data.splits import share_of
 from toolkit.data.table import DetectionTable
-from toolkit.tools.arguments import Program, add_data_flag
+from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag
 from toolkit.tools.doctor.near_duplicates import hold_out
 from toolkit.tools.writers import unsupported_by, write_folder
 
@@ -25,20 +28,24 @@ WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet"
 
 
 def open_source_splits(
-    source: str, format: str, image_dir: list[str] | None, on_error: str
+    source: str, format: str, image_dir: list[str] | None, on_error: str, classes: Mapping
 ) -> dict[str, DetectionTable]:
     """Return tables by split: all splits of a folder, or an annotation file as the split train.
 
-    on_error: "drop" leaves faulty records out, "raise" makes them an error.
+    on_error: "drop" leaves faulty records out, "raise" makes them an error. classes: as `data.classes`; empty: the
+    classes stay as they are.
     """
-    reading = {"format": format, "image_dir": image_dir, "on_error": on_error}
+    reading = {"format": format, "image_dir": image_dir, "on_error": on_error, "classes": classes}
     if not Path(source).expanduser().is_dir():
         return {"train": open_dataset(source, **reading)}
     layout = recognise(source, format)
     print(layout)
     # if train exists, trainval is the union of train and val
     names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
-    tables = {name: open_dataset(name, path=source, **reading) for name in names}
+    # a split may lack a class that another one has
+    tables = {name: open_dataset(name, path=source, classes_must_exist=False, **reading) for name in names}
+    listed = dict.fromkeys(name for table in tables.values() for name in table.as_stored().class_names)
+    check_class_map(class_map_of(classes), list(listed), source)
     return {"train" if name == "all" else name: table for name, table in tables.items()}
 
 
@@ -53,13 +60,14 @@ def main(arguments: list[str] | None = None) -> None:
     add_data_flag(parser, "--image-dir", help=images)
     add_data_flag(parser, "--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
     add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help="as in training")
+    add_classes_flag(parser)
     parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
         raise BadInput(f"{options.target}: not an empty folder; give a new one")
-    tables = open_source_splits(options.source, options.format, options.image_dir, options.on_error)
+    tables = open_source_splits(options.source, options.format, options.image_dir, options.on_error, options.classes)
     if options.val is not None and "val" in tables:
         raise BadInput(f"--val {options.val}: {options.source} has a split val already")
     if options.val is not None:

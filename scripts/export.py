@@ -87,13 +87,19 @@ def opened(arguments: argparse.Namespace) -> OwnDetector:
 
 def validation_table(arguments: argparse.Namespace):
     """Open the data on which the exported files are evaluated; None if no data are known."""
-    if arguments.split is not None:
-        return open_split(arguments.split, say=print, image_dir=arguments.image_dir, format=arguments.format)
     try:
         folder = run_folder_of(Path(arguments.model).expanduser())
     except BadInput:
+        folder = None
+    config = None
+    if folder is not None:
+        config = load_config_dict(folder / "config.yaml", options_class, needed=("model", "data"))
+    if arguments.split is not None:
+        classes = {} if config is None else config["data"].get("classes", {})
+        reading = {"image_dir": arguments.image_dir, "format": arguments.format, "classes": classes}
+        return open_split(arguments.split, say=print, **reading)
+    if config is None:
         return None
-    config = load_config_dict(folder / "config.yaml", options_class, needed=("model", "data"))
     return open_split(**split_arguments(config, SplitOptions()), say=print)
 
 

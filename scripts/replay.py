@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config_dict(newest_config(run), options_class)
     detector = rebuild_detector(config, [category["name"] for category in report["categories"]])
     load_detector_weights(detector, state, folder)
+    if report.get("class_weights"):
+        detector.weigh_classes(report["class_weights"])
     detector.to(memory_format=torch.channels_last)  # as in training: the same sums
     print((folder / "report.txt").read_text(encoding="utf-8"))
     script, remark = open_script(read_json_object(run / "environment.json").get("script"))

@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.data.annotations import ImageRow
+from toolkit.data.classes import ClassMap, check_class_map, with_classes
 from toolkit.data.image_sources import ImageSources, Shards, parts_of
 from toolkit.data.table import Category, DetectionTable, JoinedSet
 from toolkit.data.table_cache import cache_root, open_table, write_table
@@ -20,7 +22,12 @@ FoldersAndSplits = Sequence[tuple[str | Path | None, str]]  # (data.path, data.t
 
 
 def open_joined(
-    sets: FoldersAndSplits, open_one: Callable[..., DetectionTable], unlisted: str, cache_dir
+    sets: FoldersAndSplits,
+    open_one: Callable[..., DetectionTable],
+    unlisted: str,
+    cache_dir,
+    class_map: ClassMap = MappingProxyType({}),
+    classes_must_exist: bool = True,
 ) -> DetectionTable:
     """Open one cached table of the images of all sets, in their order, without attributes.
 
@@ -34,12 +41,21 @@ def open_joined(
         sets: (path, source) of each set, as of `open_dataset`.
         open_one: function that opens a set: `open_one(source, path=path)`.
         unlisted: "unknown" or "background": how a class that a set does not list counts in its images.
+        class_map, classes_must_exist: `classes` and `classes_must_exist` of `open_dataset`. The classes of each set get
+            their new names before they are joined; a set lists a new class if it lists one of the old ones. An old name
+            has to be a class of at least one set.
 
-    Raises BadInput: the faults of all sets, classes or image folders that cannot be joined.
+    Raises BadInput: the faults of all sets, old names that are in no set, classes or image folders that cannot be
+        joined.
     """
     calls = [partial(open_one, source, path=path) for path, source in sets]
     tables = all_faults(*calls)
     names = _short_names(sets)
+    if class_map:
+        if classes_must_exist:
+            listed = dict.fromkeys(name for table in tables for name in table.class_names)
+            check_class_map(class_map, list(listed), " + ".join(names))
+        tables = [with_classes(table, class_map) for table in tables]
     classes = _joined_classes(tables)
     predicates = _joined_predicates(tables, tables[0].predicates)
     return _join_tables(tables, names, classes, predicates, unlisted, cache_dir)
@@ -180,6 +196,7 @@ def _join_tables(
         problems=problems,
         name=" + ".join(names),
         max_image_pixels=max(table.max_image_pixels for table in tables),
+        class_map=next((table.class_map for table in tables if table.class_map), {}),
     )
 
 

@@ -14,6 +14,7 @@ from toolkit import index
 from toolkit.base.distributed import first_on_each_machine, run_on_main
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.base.text import shown
+from toolkit.data.classes import describe_class_map
 from toolkit.data.formats import is_several, open_dataset, pair_folders_and_splits, recognise, split_in
 from toolkit.data.table import DetectionTable
 
@@ -41,7 +42,7 @@ class Fold(NamedTuple):
 
 # Settings of the group `data` that are options of `open_dataset` under the same names.
 READING = "path image_dir format name on_error max_image_pixels streaming keep_images_without_relations".split()
-READING.append("unlisted_classes")
+READING += ["unlisted_classes", "classes"]
 
 
 def open_split(
@@ -57,8 +58,10 @@ def open_split(
         say: function that is called on every rank with a line or two about the split; `accelerator.print` prints them
             once.
         listing: file to which the main process writes the problems of the data, one a line; None: no file.
-        reading: options of `open_dataset`.
+        reading: options of `open_dataset`. With `classes`, old names that this split lacks are ignored by default
+            (`classes_must_exist`), since the classes of a run are those of its training data.
     """
+    reading.setdefault("classes_must_exist", False)
     share = share_of(source)
     cache_dir = reading.get("cache_dir")
     opening = partial(open_dataset, part_of if share else source, **reading)
@@ -130,7 +133,7 @@ def open_splits(
             say(str(recognise(one, _folder_format(reading.get("format", "auto")))))
     train_listing = folder / "data_problems_train.txt"
     val_listing = folder / "data_problems_val.txt"
-    opening = partial(open_split, train, say=say, listing=train_listing, **reading)
+    opening = partial(open_split, train, say=say, listing=train_listing, classes_must_exist=True, **reading)
     share = share_of(val)
     if share:
         whole = opening()
@@ -200,6 +203,8 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     without = (boxes == 0).sum()
     source = table.name if is_several(source) or table.sets else source
     say(f"{source}: {len(table)} images ({without} without objects), {boxes.sum()} boxes, {classes} classes")
+    if table.class_map:
+        say(f"data.classes: {describe_class_map(table.class_map)}; classes now: {', '.join(table.class_names)}")
     if table.sets:
         joined = f"classes joined by name: {', '.join(table.class_names)}"
         say("\n".join([f"{len(table.sets)} data sets, {joined}", *notes_of(table)]))

@@ -127,6 +127,8 @@ class DetectionTable:
     max_image_pixels: of an image, for `decode_image`.
     sets: the data sets that the table joins (`toolkit.data.joining`); `rows` then has a column `set`. Empty for
         a table that was read from a single data set.
+    class_map: the setting `data.classes` that made the classes (`toolkit.data.classes`); empty: they are those of the
+        data.
     """
 
     arrow_file: Path
@@ -140,6 +142,7 @@ class DetectionTable:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     count: int | None = None
     sets: tuple[JoinedSet, ...] = ()
+    class_map: Mapping[str, str | None] = field(default_factory=dict)
 
     @functools.cached_property
     def rows(self) -> pa.Table:
@@ -294,14 +297,21 @@ class DetectionTable:
         return [ImageRow(*row) for row in zip(*columns, strict=True)]
 
     @functools.cached_property
-    def identity(self) -> dict[str, str | int]:
+    def identity(self) -> dict[str, str | int | dict]:
         """JSON values that describe this table, for a later `changed_since` of another table."""
-        return {
+        identity = {
             "fingerprint": self.fingerprint,
             "file": self.arrow_file.name,
             "images": len(self),
             "boxes": int(self.num_boxes().sum()),
         }
+        if self.class_map:
+            identity["classes"] = dict(self.class_map)
+        return identity
+
+    def as_stored(self) -> "DetectionTable":
+        """Return the table as its Arrow file has it; of a view, the table that is viewed."""
+        return self
 
     def changed_since(self, before: Mapping) -> str:
         """Describe how this table differs from an earlier one; return "" if the two do not differ.
@@ -315,11 +325,14 @@ class DetectionTable:
         earlier = self.arrow_file.parent / str(before["file"])
         counts = "{images:,} images with {boxes:,} boxes"
         counts = f"{counts.format(**before)} then, {counts.format(**now)} now"
+        map_before = before.get("classes", {})
+        if map_before != self.class_map:
+            counts += f"; data.classes was {_in_braces(map_before)}, and is {_in_braces(self.class_map)}"
         if not earlier.is_file():
             return counts
         old_table = DetectionTable(earlier, (), count=before["images"])
         old = old_table.annotations_by_image()
-        new = self.annotations_by_image()
+        new = self.as_stored().annotations_by_image()
         common = old.keys() & new.keys()
         parts = {
             "gone": len(old) - len(common),
@@ -327,6 +340,8 @@ class DetectionTable:
             "with other boxes or labels": sum(old[image_id] != new[image_id] for image_id in common),
         }
         changes = [f"{number:,} {what}" for what, number in parts.items() if number]
+        if not changes and map_before != self.class_map:
+            return counts
         what = f"of the images {', '.join(changes)}" if changes else "other names, sizes or relations"
         return f"{counts}; {what}"
 
@@ -419,6 +434,14 @@ def _without_images(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, _Em
     if has_images:
         images = _EmbeddedImages(arrow_file, np.concatenate(starts), np.concatenate(sizes))
     return _read_all(copy.getvalue()), images
+
+
+def _in_braces(class_map: Mapping[str, str | None]) -> str:
+    """Return a class map as it is written in a settings file, such as {car: vehicle, tree: null}."""
+    entries = []
+    for old, new in class_map.items():
+        entries.append(f"{shown(old)}: {'null' if new is None else shown(new)}")
+    return "{" + ", ".join(entries) + "}"
 
 
 def _changed(arrow_file: Path) -> str:

@@ -73,6 +73,8 @@ class Detector(nn.Module):
         weighs_boxes: the criterion weighs each box by `target["mixup"]`.
         masks_unlabelled: if `target["labelled"]` says that a class is not labelled in an image, no loss makes the class
             less likely in this image.
+        weighs_classes: the criterion multiplies the classification loss of each object by the entry of its class in
+            `class_weights`.
         buffers_steer_training: the forward pass in training uses buffers that training changes, such as running
             statistics; each forward pass then copies the buffers of the first process to all others. False: they are
             copied before an evaluation only.
@@ -99,6 +101,7 @@ class Detector(nn.Module):
     weighs_boxes = False
     buffers_steer_training = True
     masks_unlabelled = False
+    weighs_classes = False
     leaves_unused = True
     class_tensors: Mapping[str, tuple[int, int, int]] = {}
     slow_prefixes: Sequence[str] = ()
@@ -107,6 +110,24 @@ class Detector(nn.Module):
     exported_sides = ""
     max_detections = 100
     object_limits: Mapping[str, int] = {}
+
+    def weigh_classes(self, weights: Sequence[float]) -> None:
+        """Set the weight of each class in the classification losses of training, in the order of the labels.
+
+        The weights are on the device of the detector and in no checkpoint.
+        """
+        values = torch.tensor(list(weights), dtype=torch.float32)
+        parameter = next(self.parameters(), values)
+        self.register_buffer("_class_weights", values.to(parameter.device), persistent=False)
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """Return the weights of the classes, (C,) float32; None: all are 1, as in evaluation mode always.
+
+        The classification loss of whatever has an object of a class as its target is multiplied by the weight of this
+        class, background by 1. Denominators stay as they are without weights.
+        """
+        return self._buffers.get("_class_weights") if self.training else None
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:
         """Return the outputs for a batch of uint8 images (B, 3, H, W), whose sizes (height, width) without padding are

@@ -104,12 +104,13 @@ def check_weights(options: DetectorOptions) -> None:
         )
 
 
-def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> None:
-    """Raise BadInput if the data need a property that the losses of the detector do not have.
+def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool, weighs_classes: bool = False) -> None:
+    """Raise BadInput if data or settings need a property that the losses of the detector do not have.
 
     Args:
         mixup: images are mixed, which needs `weighs_boxes`.
         partly_labelled: some classes are not labelled in some images, which needs `masks_unlabelled`.
+        weighs_classes: classes have weights, which needs `weighs_classes` of the detector.
     """
     name = detector.options["architecture"]
     faults = []
@@ -122,6 +123,12 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool) -> N
         faults.append(
             f"data.unlisted_classes unknown: the losses of {name} do not leave out classes that a data set does not "
             "label; set it to background if there are no objects of these classes there"
+        )
+    if weighs_classes and not detector.weighs_classes:
+        graphs = "; predicates have model.rare_predicate_power" if hasattr(detector, "predicates") else ""
+        faults.append(
+            f"loss.class_weights: the losses of {name} do not weigh classes; leave it out, or use "
+            f"data.repeat_factor, which shows images with rare classes more often{graphs}"
         )
     if faults:
         raise BadInput(faults)

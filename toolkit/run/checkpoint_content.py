@@ -110,12 +110,19 @@ _BEST = Keys({
     "without_better": COUNT,
     "evaluated_step": STEP_OR_MINUS_ONE,
 }, {})  # fmt: skip
+_TABLE = Keys({}, {
+    "fingerprint": TEXT,
+    "file": TEXT,
+    "images": COUNT,
+    "boxes": COUNT,
+    "classes": Each(dict, OrNull(TEXT)),
+})  # fmt: skip
 _DATA = Keys(
     {"categories": Each(list, Keys({"id": ID, "name": TEXT}, {}))},
     {
         "predicates": TEXTS,
         "attributes": TEXTS,
-        "tables": Each(dict, Keys({}, {"fingerprint": TEXT, "file": TEXT, "images": COUNT, "boxes": COUNT})),
+        "tables": Each(dict, _TABLE),
     },
 )
 _WEIGHT_FACTS = Keys({"infinite": TEXTS, "frozen": TEXTS}, {})

@@ -301,6 +301,7 @@ def _report_refusal(t, action: Action, broken: Sequence[str], in_window: bool) -
     """
     window = t.window
     class_names = t.data.class_names
+    class_weights = t.detector.class_weights
     context = {
         **window.facts(),
         "step": t.step,  # behind the update, where its state was found to be broken
@@ -310,6 +311,7 @@ def _report_refusal(t, action: Action, broken: Sequence[str], in_window: bool) -
         "lr": t.plan.schedule.rates(),
         "denominators": window.all_denominators,
         "loss_weights": t.loss_weights.values(t.step),
+        "class_weights": None if class_weights is None else class_weights.tolist(),
         "action": action.value,
         "categories": class_names["categories"],
         "predicates": class_names["predicates"],

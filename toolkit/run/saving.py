@@ -128,7 +128,9 @@ def restore_checkpoint(
     path = checkpoint.path
     names = [category["name"] for category in checkpoint.of_part("data")["categories"]]
     if names != t.validation.table.class_names:
-        raise BadInput(f"{path} is of the classes {names}, the data has {t.validation.table.class_names}")
+        renamed = [f"; {change.values}" for change in changed if change.key == "data.classes"]
+        now = t.validation.table.class_names
+        raise BadInput(f"{path} is of the classes {names}, the data has {now}{''.join(renamed)}")
     _check_fit(t, checkpoint, changed)
     rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
     asked = t.plan.total_steps

@@ -31,7 +31,7 @@ from toolkit.run.log import Log
 from toolkit.run.processes import wait_at_most
 from toolkit.run.session_begin import begin
 from toolkit.run.session_end import end
-from toolkit.run.session_objects import build_training, open_tables
+from toolkit.run.session_objects import build_training, open_tables, weigh_classes
 from toolkit.run.status import FolderLock, RunStatus
 from toolkit.run.training import Training
 from toolkit.run.validation import warn_of_crowds
@@ -124,7 +124,13 @@ class Session:
         detector = detector.to(self.accelerator.device, memory_format=torch.channels_last)
         if detector.fixed_size:
             pipeline.check_one_size(detector.stride, [data.image_size, *data.multi_scale], data.scales)
-        check_losses(detector, mixup=data.mixup, partly_labelled=table.labelled_classes is not None)
+        check_losses(
+            detector,
+            mixup=data.mixup,
+            partly_labelled=table.labelled_classes is not None,
+            weighs_classes=self.config.loss.class_weights is not None,
+        )
+        weigh_classes(self, detector, table)
         if self.config.run.export:
             index.tool("check_export")(detector)
         self.stop_if_asked("while the detector was built")

@@ -5,11 +5,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from toolkit import index
+from toolkit.base.text import shown
 from toolkit.data import pipeline
 from toolkit.data.formats import is_several
 from toolkit.data.least_size import least_size_of
@@ -32,6 +34,7 @@ from toolkit.run.saving import Checkpoints
 from toolkit.run.settings_file import CONFIG_FILE
 from toolkit.run.training import Training
 from toolkit.run.validation import Validation
+from toolkit.step.class_weights import class_weights
 from toolkit.step.ema import Ema
 from toolkit.step.execution import (
     checkpoint_in_place,
@@ -104,6 +107,25 @@ def build_training(
     if distillation is not None:
         t.extra["distillation"] = distillation
     return t
+
+
+def weigh_classes(s: Any, detector: Detector, table: DetectionTable) -> None:
+    """Give a detector the weights of its classes by `loss.class_weights`; without the setting nothing is done.
+
+    table: training data. Where a checkpoint is only evaluated, it may be other data: no weights are used then.
+    """
+    setting = s.config.loss.class_weights
+    if setting is None:
+        return
+    boxes = table.boxes()
+    labels = boxes.labels[~boxes.iscrowd]
+    counts = np.bincount(labels, minlength=len(table.categories)).tolist()
+    weights = class_weights(setting, table.class_names, counts)
+    detector.weigh_classes(weights)
+    by_name = dict(zip(table.class_names, weights, strict=True))
+    s.measured["class_weights"] = by_name
+    listed = ", ".join(f"{shown(name)} {weight:.3g}" for name, weight in by_name.items())
+    s.say(f"weights of classes in the losses: {listed}")
 
 
 def _loss_weights(s: Any, detector: Detector, distillation: nn.Module | None) -> LossWeights:

@@ -119,6 +119,10 @@ class DataConfig:
     unlisted_classes: Literal["unknown", "background"] = "unknown"
     """With several data sets: what a class that is not in a set's own list is in its images: unknown (objects of it may
     be there, so no loss makes it less likely there) or background (there are none)."""
+    classes: dict[str, Any] = field(default_factory=dict)
+    """Classes under other names, for training, validation and test data alike: {car: vehicle, truck: vehicle, tree:
+    null} renames two classes, which merges them, and leaves the boxes of a third out. "*" stands for all classes that
+    are not named; without it they stay as they are."""
     val: str | float | list[str] = "val"
     """Validation data: an annotation file, a folder, the name of a split, or a fraction of the training data to hold
     out (0.2 or 20%; 1/5 to 5/5: the folds of a cross-validation), chosen by image content."""
@@ -344,6 +348,10 @@ class LossConfig:
     denominators: Literal["global", "original"] = "global"
     """Loss normalisation: over the accumulation window and all processes (global), or by the rule of the original
     program (original)."""
+    class_weights: str | dict[str, Any] | None = None
+    """Weights of the classes in the classification losses of training: null (all 1), balanced (larger for rare classes,
+    by the effective number of their objects in the training data), or a mapping of class names to weights, such as
+    {car: 2.0}; classes that are not named have 1."""
     teacher: str | None = None
     """Distillation: run, checkpoint or `final/` folder of a trained detector with the same classes, from whose feature
     maps, and in the DETR family predictions, this one learns too (`loss_distill_...`); a resume needs it in place."""

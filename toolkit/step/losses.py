@@ -1,5 +1,5 @@
-"""Loss weights, the denominators that make accumulation and several ranks equal to one big batch, and losses of images
-that do not label all classes."""
+"""Loss weights, the denominators that make accumulation and several ranks equal to one big batch, weights of classes,
+and losses of images that do not label all classes."""
 
 import math
 import re
@@ -368,6 +368,27 @@ def _at(entry: float | tuple[tuple[float, float], ...], step: int) -> float:
     start, low = entry[after - 1]
     end, high = entry[after]
     return low + (high - low) * (step - start) / (end - start)
+
+
+# ---- weights of classes ----------------------------------------------------------------------------------------------
+# The classification loss of a prediction whose target is an object is multiplied by the weight of the object's class.
+# The background has weight 1. Denominators do not change.
+
+
+def times_class_weights(terms: Tensor, labels: Tensor, class_weights: Tensor) -> Tensor:
+    """Return losses times the weights of the classes of their targets.
+
+    Args:
+        terms: (...,) losses of predictions, or (..., C) one for each class.
+        labels: (...,) int64 class of the target of each prediction, from 0; -1 where it has no object: such losses stay
+            as they are.
+        class_weights: (C,).
+    """
+    of_objects = class_weights.to(terms.dtype)[labels.clamp(min=0)]
+    factors = torch.where(labels >= 0, of_objects, 1.0)
+    if terms.dim() > labels.dim():
+        factors = factors[..., None]
+    return terms * factors
 
 
 # ---- images that do not label all classes ----------------------------------------------------------------------------

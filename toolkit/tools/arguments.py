@@ -133,6 +133,23 @@ class Folders(argparse.Action):
             parser.error(f"{option} {text}: expected a folder, or a list of folders such as [images, more.zip]")
 
 
+def add_classes_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--classes`, whose value is a mapping in YAML as of the setting `data.classes`."""
+    words = "rename, merge or leave out classes as --data.classes in training: '{car: vehicle, tree: null}'"
+    add_data_flag(parser, "--classes", metavar="{OLD: NEW}", type=_class_map, default={}, help=words)
+
+
+def _class_map(text: str) -> dict:
+    expected = f"{text!r} is not a mapping of names such as '{{car: vehicle, tree: null}}'"
+    try:
+        class_map = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(expected) from error
+    if not isinstance(class_map, dict):
+        raise argparse.ArgumentTypeError(expected)
+    return class_map
+
+
 def inference_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of the arguments `--model.KEY VALUE` and `--head.KEY VALUE` by key, and the other arguments.
 

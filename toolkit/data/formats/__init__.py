@@ -2,16 +2,17 @@
 
 import importlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.annotations import Reading
+from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
 from toolkit.data.image_sources import open_sources
 from toolkit.data.table import DetectionTable
@@ -41,6 +42,8 @@ def open_dataset(
     streaming: bool = False,
     keep_images_without_relations: bool = False,
     unlisted_classes: str = "unknown",
+    classes: Mapping[str, str | None] = MappingProxyType({}),
+    classes_must_exist: bool = True,
 ) -> DetectionTable:
     """Open one split, validated and cached; of several sources or folders one table that joins them.
 
@@ -55,8 +58,10 @@ def open_dataset(
         "auto".
     unlisted_classes: for several data sets: whether a class that a set does not list counts as "unknown" or as
         "background" in the images of this set.
+    classes: new name of each class by its old name; None leaves its boxes out. See `toolkit.data.classes.with_classes`.
+    classes_must_exist: whether an old name in `classes` that the data lack is an error; False: it is ignored.
     The other arguments are those of `Reading`.
-    Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format.
+    Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format, every unknown old name.
     """
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
@@ -72,11 +77,16 @@ def open_dataset(
         keep_images_without_relations=keep_images_without_relations,
     )
     open_one = partial(_open_one, reading=reading)
-    if not is_several(path, source):
-        return open_one(source, path=path)
-    from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
+    class_map = class_map_of(classes)
+    if is_several(path, source):
+        from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
 
-    return open_joined(pair_folders_and_splits(path, source), open_one, unlisted_classes, cache_dir)
+        sets = pair_folders_and_splits(path, source)
+        return open_joined(sets, open_one, unlisted_classes, cache_dir, class_map, classes_must_exist)
+    table = open_one(source, path=path)
+    if classes_must_exist:
+        check_class_map(class_map, table.class_names, table.name)
+    return with_classes(table, class_map)
 
 
 def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> DetectionTable:

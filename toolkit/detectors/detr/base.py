@@ -52,6 +52,7 @@ class TransformersDetector(Detector):
     stride = 1
     buffers_steer_training = False
     masks_unlabelled = True
+    weighs_classes = True
 
     @property
     def object_limits(self) -> dict[str, int]:
@@ -219,7 +220,7 @@ class MatchedDetector(TransformersDetector):
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Return `(losses, metrics)` for the outputs of `forward`; see `FocalCriterion.forward`."""
-        return self.set_loss(outputs, targets, denominators, self.groups)
+        return self.set_loss(outputs, targets, denominators, self.groups, self.class_weights)
 
 
 def projection_tap(projection: nn.Module, stride: int, channels: int) -> MapTap:

@@ -21,6 +21,7 @@ from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
 from toolkit.detectors.detr.detr_criterion import PaddedTargets, QueryMatches, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal
 from toolkit.detectors.detr.rt_detr_criterion import MATCHING_COSTS, VARIFOCAL_ALPHA, denoising_matches
+from toolkit.step.losses import times_class_weights
 
 TEMPERATURE = 5.0  # of the self-distillation
 
@@ -109,6 +110,7 @@ class DFineCriterion(nn.Module):
         layers: Mapping,
         targets: Sequence[Mapping[str, Tensor]],
         denominators: Mapping[str, Tensor | float],
+        class_weights: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
@@ -122,6 +124,7 @@ class DFineCriterion(nn.Module):
             denominators: `boxes` and `images` of the optimizer step. Where the original divides by the number of
                 matches of the batch (the union), the loss is also multiplied by this batch's share of the boxes; the
                 distillation, which the original does not divide, by this batch's share of the images.
+            class_weights: (C,), `Detector.class_weights`.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -142,7 +145,7 @@ class DFineCriterion(nn.Module):
                 num_matched = shared.matched.sum().clamp(min=1)
                 by_matched = num_matched * by_boxes / max(sum(counts), 1)
             divisors = (by_boxes, by_matched)
-            losses = self._losses(queries, padded, assigned, shared, divisors, share)
+            losses = self._losses(queries, padded, assigned, shared, divisors, share, class_weights)
             named = dict(zip(self._names(self.query_suffixes), losses, strict=True))
             if meta is not None:
                 noise = self._outputs(every, slice(noisy), with_encoder=False)
@@ -150,7 +153,7 @@ class DFineCriterion(nn.Module):
                 denoised = _assignment(of_first, noise.logits[:1])
                 by_copies = by_boxes * meta["dn_num_group"]
                 divisors = (by_copies, by_copies)
-                losses = self._losses(noise, padded, denoised, denoised, divisors, share)
+                losses = self._losses(noise, padded, denoised, denoised, divisors, share, class_weights)
                 named |= zip(self._names(self.denoising_suffixes), losses, strict=True)
             return named
 
@@ -176,11 +179,15 @@ class DFineCriterion(nn.Module):
         shared: QueryAssignment,
         denominators: tuple,
         share: Tensor | float,
+        class_weights: Tensor | None,
     ) -> list[Tensor]:
         """Return the losses in the order of `_names`. Classes are matched by `assigned`, boxes by `shared`;
         `denominators` are the divisors of both, in this order."""
         predicted = cxcywh_to_xyxy(outputs.boxes_cxcywh)
         classes = self._classification(outputs.logits, predicted.detach(), targets, assigned)
+        if class_weights is not None:
+            labels = _labels_of(targets, assigned).masked_fill(assigned.matched == 0, -1)
+            classes = times_class_weights(classes, labels, class_weights)
         target_cxcywh = _of_targets(targets.boxes_cxcywh, shared.target)
         target_boxes = cxcywh_to_xyxy(target_cxcywh)
         # A query without an object is placed on its target: for any box, its gradient is 0, and not 0 times infinity.
@@ -218,7 +225,7 @@ class DFineCriterion(nn.Module):
     def _classification(self, logits: Tensor, boxes_xyxy: Tensor, targets: PaddedTargets, assigned: QueryAssignment):
         """Return the loss of every logit, `(M, B, N, C)`. The target score is the IoU (vfl) or the IoU to the power of
         gamma (mal)."""
-        labels = _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
+        labels = _labels_of(targets, assigned)
         objects = _of_targets(targets.boxes_cxcywh, assigned.target)
         iou = box_iou(boxes_xyxy, cxcywh_to_xyxy(objects))  # (M, B, N)
         positive = F.one_hot(labels, self.num_classes) * assigned.matched[..., None]
@@ -303,6 +310,11 @@ def _of_targets(values: Tensor, target: Tensor) -> Tensor:
     """Gather `(B, T, K)` at the indices `(M, B, N)` -> `(M, B, N, K)`."""
     chosen = target[..., None].expand(*target.shape, values.shape[-1])
     return values.expand(len(target), *values.shape).gather(2, chosen)
+
+
+def _labels_of(targets: PaddedTargets, assigned: QueryAssignment) -> Tensor:
+    """Return the class of the object of each query, in the shape of the assignment."""
+    return _of_targets(targets.labels[..., None], assigned.target).squeeze(-1)
 
 
 def _at_least_one(targets: PaddedTargets) -> PaddedTargets:

@@ -110,7 +110,7 @@ class Detr(MatchedDetector):
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Return `(losses, metrics)` for the outputs of `forward`; see `DetrCriterion.forward`."""
-        return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators)
+        return self.set_loss(outputs["logits"], outputs["boxes"], targets, denominators, self.class_weights)
 
     def decode(
         self,

@@ -23,7 +23,7 @@ from toolkit.base.box_ops import (
     pairwise_generalized_iou,
     xyxy_to_cxcywh,
 )
-from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
+from toolkit.step.losses import labelled_classes, partial_log_softmax, times_class_weights, unlabelled_columns
 
 # A cost no real pair reaches (class, L1 and GIoU costs are of the order of 10). Non-finite costs become this, so that
 # scipy does not raise on one rank alone: the loss itself is then NaN and the guard stops all ranks together.
@@ -270,6 +270,7 @@ class DetrCriterion(nn.Module):
         boxes_cxcywh: Tensor,
         targets: Sequence[Mapping[str, Tensor]],
         denominators: Mapping[str, Tensor | float],
+        object_weights: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Compute losses and metrics of a batch.
 
@@ -279,6 +280,7 @@ class DetrCriterion(nn.Module):
             boxes_cxcywh: `(L, B, Q, 4)` fractions of the image without padding.
             targets: per image, see `pad_targets`; on any device.
             denominators: `boxes` and `class_weights`, the divisors of the sums.
+            object_weights: (C,) weights of the object classes in `loss_ce`, `Detector.class_weights`.
 
         Returns:
             losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
@@ -291,7 +293,7 @@ class DetrCriterion(nn.Module):
             padded = pad_targets(targets, logits.device, logits.dtype)
             log_probabilities = logits.log_softmax(-1)  # for the matching, too
             matches = self.match(log_probabilities, boxes_cxcywh, padded)
-            losses = self._losses(log_probabilities, boxes_cxcywh, padded, matches, denominators)
+            losses = self._losses(log_probabilities, boxes_cxcywh, padded, matches, denominators, object_weights)
             return losses, self._metrics(logits.detach(), padded, matches)
 
     def match(self, log_probabilities: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets) -> QueryMatches:
@@ -303,7 +305,9 @@ class DetrCriterion(nn.Module):
         probabilities = log_probabilities.detach().gather(-1, labels).exp()
         return assign_queries(-probabilities, boxes_cxcywh.detach(), targets, self.matching_costs)
 
-    def _losses(self, log_probabilities, boxes_cxcywh, targets, matches, denominators) -> dict[str, Tensor]:
+    def _losses(
+        self, log_probabilities, boxes_cxcywh, targets, matches, denominators, object_weights
+    ) -> dict[str, Tensor]:
         num_layers = len(log_probabilities)
         device = log_probabilities.device
         classes = torch.full(
@@ -322,6 +326,9 @@ class DetrCriterion(nn.Module):
             unlabelled = by_image[:, None].expand_as(log_probabilities)
             rows = partial_log_softmax(rows, classes, unlabelled.flatten(0, 2), -1)
         ce = F.nll_loss(rows, classes, class_weights, reduction="none")
+        if object_weights is not None:
+            labels = classes.masked_fill(classes == self.num_classes, -1)
+            ce = times_class_weights(ce, labels, object_weights)
         by_layer = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
         for name, values in box_sums(boxes_cxcywh, targets, matches).items():
             by_layer[name] = values / denominators["boxes"]

@@ -22,7 +22,7 @@ from toolkit.detectors.detr.detr_criterion import (
     matching_metrics,
     pad_targets,
 )
-from toolkit.step.losses import without_unlabelled
+from toolkit.step.losses import times_class_weights, without_unlabelled
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
 # Logits `(L, B, Q, C)`, indices of the matched ones, the IoUs of their boxes -> terms of the loss, `(L, B, Q, C)`.
@@ -102,6 +102,7 @@ class FocalCriterion(nn.Module):
         targets: Sequence[Mapping[str, Tensor]],
         denominators: Mapping[str, Tensor | float],
         groups: int = 1,
+        class_weights: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Compute losses and metrics of a batch.
 
@@ -113,6 +114,7 @@ class FocalCriterion(nn.Module):
             denominators: `boxes`, the divisor of every sum.
             groups: number of groups that the queries (and proposals) consist of, one after another; every group is
                 matched by itself (Group DETR).
+            class_weights: (C,), `Detector.class_weights`; not used for proposals that count as "foreground".
 
         Returns:
             losses: name -> scalar, float32 (float64 for float64 input), regardless of autocast.
@@ -128,17 +130,19 @@ class FocalCriterion(nn.Module):
             padded = pad_targets(targets, device, logits.dtype)
             matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
             common = (self.class_terms, "loss_ce", denominator)
-            losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common)
+            losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common, class_weights)
             if self.encoder:
                 encoder_targets = padded
+                encoder_weights = class_weights
                 if self.encoder == "foreground":
                     encoder_targets = padded._replace(
                         labels=torch.zeros_like(padded.labels),
                         labelled=None,
                     )
+                    encoder_weights = None
                 proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
                 assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
-                losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common)
+                losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common, encoder_weights)
             detecting = logits.shape[2] // groups
             best = logits[:, :, :detecting].amax(-1)  # (L, B, Q)
             cardinality = (best > 0).sum(-1)  # (L, B): scores above one half
@@ -154,6 +158,7 @@ def matched_losses(
     class_terms: ClassTerms,
     class_loss: str,
     denominator: Tensor | float,
+    class_weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the losses of each layer by name: the sum of the class terms, called `class_loss`, `loss_bbox` and
     `loss_giou`, each followed by the suffix of the layer.
@@ -163,6 +168,7 @@ def matched_losses(
         suffixes: one for each layer.
         class_terms: `focal_terms` or another function with its arguments.
         denominator: divisor of every sum.
+        class_weights: (C,), by which the class terms of a query are multiplied if it has an object; None: by 1.
     """
     where = (matches.layer, matches.image, matches.query)
     target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
@@ -171,6 +177,10 @@ def matched_losses(
     positives = (*where, targets.labels[matches.image, matches.target])
     by_class = class_terms(logits, positives, ious)  # (L, B, Q, C)
     by_class = without_unlabelled(by_class, positives, targets.labelled)
+    if class_weights is not None:
+        labels = torch.full(by_class.shape[:3], -1, device=by_class.device)  # of each query
+        labels[where] = positives[-1]
+        by_class = times_class_weights(by_class, labels, class_weights)
     sums = {class_loss: by_class.flatten(1).sum(1)}
     sums |= box_sums(boxes_cxcywh, targets, matches)
     losses = {}

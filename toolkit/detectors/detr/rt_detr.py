@@ -180,7 +180,7 @@ class RTDetrV2(TransformersDetector):
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping):
         """Return `(losses, {})` for the outputs of `forward`; there are no metrics. See `RTDetrCriterion.forward`."""
         objects = [without_crowd(target) for target in targets]
-        return self.set_loss(outputs["layers"], objects, denominators), {}
+        return self.set_loss(outputs["layers"], objects, denominators, self.class_weights), {}
 
 
 def _one_width(config: PreTrainedConfig) -> int | None:

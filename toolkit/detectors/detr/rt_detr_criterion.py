@@ -67,6 +67,7 @@ class RTDetrCriterion(nn.Module):
         layers: Mapping,
         targets: Sequence[Mapping[str, Tensor]],
         denominators: Mapping[str, Tensor | float],
+        class_weights: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return losses by name in float32 (float64 for float64 input), regardless of autocast.
 
@@ -78,6 +79,7 @@ class RTDetrCriterion(nn.Module):
             targets: per image, see `pad_targets`, without crowd regions.
             denominators: `boxes`, the divisor of every sum. Sums over denoising queries are also divided by the number
                 of denoising groups, which depends on the largest number of objects in an image of the batch.
+            class_weights: (C,), `Detector.class_weights`.
         """
         device = layers["logits"].device
         with torch.autocast(device.type, enabled=False):
@@ -99,6 +101,7 @@ class RTDetrCriterion(nn.Module):
                 self.class_terms,
                 "loss_vfl",
                 denominators["boxes"],
+                class_weights,
             )
             if meta is not None:
                 counts = [len(target["labels"]) for target in targets]
@@ -111,6 +114,7 @@ class RTDetrCriterion(nn.Module):
                     self.class_terms,
                     "loss_vfl",
                     denominators["boxes"] * meta["dn_num_group"],
+                    class_weights,
                 )
             return losses
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, nll_loss, smooth_l1_loss
 
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.step.losses import partial_log_softmax
+from toolkit.step.losses import partial_log_softmax, times_class_weights
 
 BACKGROUND, IGNORED = -1, -2
 
@@ -153,6 +153,7 @@ def roi_losses(
     weights: Tensor,
     beta: float = 1 / 9,
     unlabelled: Tensor | None = None,
+    class_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `loss_classifier` (cross-entropy) and `loss_box_reg` (smooth L1 of the deltas of the right class) as
     weighted float32 sums over R sampled boxes.
@@ -165,9 +166,12 @@ def roi_losses(
         weights: (R,), see `shares`.
         beta: difference at which smooth L1 turns from quadratic to linear (1 / sigma^2 in other programs).
         unlabelled: (R, 1 + C) bool, true for classes that the image of the box does not label; None: all are labelled.
+        class_weights: (C,), `Detector.class_weights`; background counts 1.
     """
     log_probabilities = partial_log_softmax(logits.float(), classes, unlabelled, 0)
     classifier = nll_loss(log_probabilities, classes, reduction="none")
+    if class_weights is not None:
+        classifier = times_class_weights(classifier, classes - 1, class_weights)
     of_class = classes[:, None, None].expand(-1, 1, 4)
     class_deltas = deltas.gather(1, of_class)[:, 0]  # (R, 4)
     loss_classifier = (classifier * weights).sum()

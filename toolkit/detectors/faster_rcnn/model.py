@@ -62,6 +62,7 @@ class FasterRCNN(Detector):
     metric_names = ("class_error",)
     divided_by = "images"
     masks_unlabelled = True
+    weighs_classes = True
     buffers_steer_training = False
     exported_sides = "any"
     class_tensors = {  # background first
@@ -241,6 +242,7 @@ class FasterRCNN(Detector):
             outputs["roi_weights"],
             self.stages.box_smooth_l1_beta,
             outputs.get("roi_unlabelled"),
+            self.class_weights,
         )
         images = denominators["images"]
         losses = {

@@ -75,9 +75,14 @@ class GraphDetector(Detector):
 
         Raises:
             BadInput: the table has other predicates or attributes than the detector (a table without attributes is
-                accepted), or the file is not a list of triplets.
+                accepted); the file is not a list of triplets, or numbers classes that `data.classes` changes.
         """
         _check_same_names(self, table)
+        if zero_shot and table.class_map:
+            raise BadInput(
+                f"eval.zero_shot {zero_shot}: the file numbers the classes of the data, which data.classes changes; "
+                "leave eval.zero_shot out: the triplets that do not occur in the training data are then taken"
+            )
         if zero_shot:
             triplets = load_triplets(zero_shot)
         else:

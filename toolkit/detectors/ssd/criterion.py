@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.base.batch import is_waited_for, send
 from toolkit.base.box_ops import cxcywh_to_xyxy, normalize_boxes, widest_float, xyxy_to_cxcywh
-from toolkit.step.losses import labelled_classes, partial_log_softmax, unlabelled_columns
+from toolkit.step.losses import labelled_classes, partial_log_softmax, times_class_weights, unlabelled_columns
 
 IGNORED_LABEL = -1  # label of an anchor in a crowd region; 0 is the background, class c of the data is c + 1
 
@@ -179,6 +179,7 @@ def multibox_loss(
     ratio: int,
     label_smoothing: float = 0.0,
     labelled: Tensor | None = None,
+    class_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return sums over a batch of cross-entropy (positives and mined negatives) and smooth L1 (positives); 0 without
     boxes.
@@ -190,6 +191,7 @@ def multibox_loss(
         ratio: largest number of negatives per positive of an image.
         label_smoothing: share of the class targets that is spread over all classes.
         labelled: (B, C - 1) bool, the classes that each image labels; None: all.
+        class_weights: (C - 1,), `Detector.class_weights`; background counts 1.
     """
     positive = labels > 0
     chosen = logits.flatten(0, 1)
@@ -212,6 +214,8 @@ def multibox_loss(
     entropy = F.nll_loss(log_probabilities, classes, reduction="none")
     if label_smoothing:
         entropy = (1 - label_smoothing) * entropy - label_smoothing * log_probabilities.mean(dim=-1)
+    if class_weights is not None:
+        entropy = times_class_weights(entropy, classes - 1, class_weights)
     distance = F.smooth_l1_loss(offsets, target_offsets, reduction="none").sum(dim=-1)
     classification = torch.where(counts, entropy, 0.0).sum()
     regression = torch.where(positive, distance, 0.0).sum()
@@ -303,6 +307,7 @@ class SsdCriterion(nn.Module):
         image_hw: Tensor,
         targets: Sequence[Mapping],
         denominators: Mapping[str, float | Tensor],
+        class_weights: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
         """Return losses by name, divided by `denominators["positives"]`, and the metric `positives`, positive anchors
         per image, as (sum, count).
@@ -312,6 +317,7 @@ class SsdCriterion(nn.Module):
             offsets: (B, A, 4).
             anchors_cxcywh: (A, 4) fractions.
             image_hw: (2,) height and width in pixels of the batch's images, to which the boxes of the targets belong.
+            class_weights: (C,), `Detector.class_weights`.
         """
         objects = pad_objects(targets, image_hw)
         labels, index = match_anchors(anchors_cxcywh, objects, self.iou_threshold)
@@ -329,6 +335,7 @@ class SsdCriterion(nn.Module):
             self.negatives_per_positive,
             smoothing,
             labelled_classes(targets, logits.device),
+            class_weights,
         )
         if self.training:
             loss_loc = loss_loc * self.balance.weight

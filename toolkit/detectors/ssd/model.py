@@ -50,6 +50,7 @@ class SSD(Detector):
     metric_names = SsdCriterion.metric_names
     divided_by = "positives"
     masks_unlabelled = True
+    weighs_classes = True
     fixed_size = True
     exported_sides = "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
@@ -248,7 +249,7 @@ class SSD(Detector):
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
         """Return `(losses, metrics)` for the outputs of `forward`; see `SsdCriterion.forward`."""
         parts = (outputs[name] for name in ("logits", "offsets", "anchors", "image_hw"))
-        return self.multibox(*parts, targets, denominators)
+        return self.multibox(*parts, targets, denominators, self.class_weights)
 
     def decode(
         self,

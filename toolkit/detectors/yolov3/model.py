@@ -90,6 +90,7 @@ class YOLOv3(Detector):
     fixed_size = True  # there is no mask: padding would look like a black image
     weighs_boxes = True
     masks_unlabelled = True
+    weighs_classes = True
     buffers_steer_training = False
     exported_sides = "multiples"
 
@@ -241,7 +242,7 @@ class YOLOv3(Detector):
             best_class = predictions[..., 5:].detach().argmax(-1)  # (B, N)
             is_labelled = labelled.gather(1, best_class)
             objectness = objectness.masked_fill((objectness == 0) & ~is_labelled, -1)
-        losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing, labelled)
+        losses = yolov3_losses(predictions, objectness, assigned, self.label_smoothing, labelled, self.class_weights)
         losses = {name: loss / denominators["images"] for name, loss in losses.items()}
         best_class = predictions[assigned.image, assigned.index, 5:].argmax(dim=1)  # (T,)
         wrong = best_class != assigned.labels

@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 from toolkit.base.batch import image_of_each, pad_rows
 from toolkit.base.box_ops import widest_float
+from toolkit.step.losses import times_class_weights
 
 STRIDES = (32, 16, 8)
 # Pairs of prediction and box compared at once; on a CPU so few that they stay in its cache. Does not change the result.
@@ -274,6 +275,7 @@ def yolov3_losses(
     assigned: AnchorAssignment,
     label_smoothing: bool = False,
     labelled: Tensor | None = None,
+    class_weights: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the four losses, each summed over the batch, in the dtype of the predictions.
 
@@ -281,6 +283,7 @@ def yolov3_losses(
         predictions: (B, N, 5 + C) raw tx, ty, tw, th, objectness, classes.
         objectness: (B, N), see `objectness_targets`; a mixup ratio is the weight of its term, not its label.
         labelled: (B, C) bool, the classes that each image labels; None: all.
+        class_weights: (C,), `Detector.class_weights`.
 
     loss_obj: binary cross-entropy of every prediction that is not ignored.
     loss_center: binary cross-entropy of sigmoid(tx, ty). loss_scale: L1 distance of tw, th from their targets. Both are
@@ -301,6 +304,8 @@ def yolov3_losses(
     if labelled is not None:
         is_class = assigned.labels[:, None] == torch.arange(num_classes, device=classes.device)
         class_weight = class_weight.where(labelled[assigned.image] | is_class, 0)
+    if class_weights is not None:
+        class_weight = times_class_weights(class_weight, assigned.labels, class_weights)
     loss_obj = bce(logits, positive, weight, reduction="sum")
     loss_center = bce(at_boxes[:, :2], center, center_weight, reduction="sum")
     distance = (at_boxes[:, 2:4] - assigned.scale).abs()

@@ -28,6 +28,7 @@ import torch
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder
 from toolkit.data.check_files import parallel, waits_for
+from toolkit.data.classes import with_classes
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
 from toolkit.data.splits import Fold
@@ -238,10 +239,15 @@ def hold_out(
 ) -> tuple[DetectionTable, DetectionTable]:
     """Split a table into a rest and a part to hold out, and return the tables (rest, part).
 
-    Images that look alike stay together. The tables are cached.
+    Images that look alike stay together. The tables are cached. Which images are held out does not depend on
+    `data.classes`.
 
     share: the part: a share of the images, from 0 to 1, which is met approximately; or a fold.
     """
+    if table.class_map and table.as_stored() is not table:
+        parts = hold_out(table.as_stored(), share, cache_dir)
+        rest, part = (with_classes(part, table.class_map) for part in parts)
+        return rest, part
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
     name = f"{table.fingerprint}-{amount}-{{}}-{CACHE_VERSION}.json"
@@ -254,6 +260,7 @@ def hold_out(
         held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
         rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
         part = write_selection(table, np.flatnonzero(held), files[1], table.name)
+    rest, part = (dataclasses.replace(part, class_map=table.class_map) for part in (rest, part))
     return rest, part
 
 

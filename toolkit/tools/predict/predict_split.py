@@ -242,6 +242,8 @@ def _data_of(
         raise BadInput(f"{source} does not say which data it belongs to; give --split FILE (and --image-dir FOLDER)")
     else:
         data = _other_data(options)
+        made_on = about.get("data") or {}
+        data["classes"] = made_on.get("classes", {})
     return folder, data, open_split(**data, say=say)
 
 
@@ -255,7 +257,7 @@ def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
     other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
     if options.path is not None or other_file:
-        return _other_data(options) | {"on_error": data["on_error"]}
+        return _other_data(options) | {"on_error": data["on_error"], "classes": data.get("classes", {})}
     reading = {key: data[key] for key in READING if key in data}
     return {"source": split or data["val"], "part_of": data["train"]} | reading | _given(options)
 

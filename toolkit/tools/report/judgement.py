@@ -129,6 +129,7 @@ def as_json(judged: Judgement) -> dict:
         "precision": judged.about.get("precision"),
         "images": judged.matches.num_images,
         "boxes": int(judged.matches.num_truth.sum()),
+        "class_map": dict(judged.table.class_map),
         "threshold": judged.threshold,
         "thresholds": {n: judged.threshold if p is None else p.threshold for n, p in zip(names, best, strict=True)},
         "best_f1": _point_as_json(judged.overall.best),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.base.files import replace_nonfinite, write_json, write_text_atomic
+from toolkit.data.classes import describe_class_map
 from toolkit.tools.report import comparison, gallery, sections
 from toolkit.tools.report import page as page_parts
 from toolkit.tools.report.advice import advise
@@ -105,4 +106,7 @@ def _facts(judged: Judgement | None, run: RunFacts) -> str:
 
 def _data_words(judged: Judgement) -> str:
     m = judged.matches
-    return f"{judged.table.name}: {m.num_images:,} images, {m.num_truth.sum():,} boxes, {m.num_classes} classes"
+    words = f"{judged.table.name}: {m.num_images:,} images, {m.num_truth.sum():,} boxes, {m.num_classes} classes"
+    if judged.table.class_map:
+        words += f" (data.classes: {describe_class_map(judged.table.class_map)})"
+    return words
