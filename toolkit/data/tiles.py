@@ -53,13 +53,12 @@ def tile_hw(tile: int | Sequence[int], size: Mapping[str, int] | None) -> tuple[
     """Return the (h, w) in pixels of windows.
 
     Args:
-        tile: their longer side in pixels; or [height, width], which is returned.
+        tile: their longer side in pixels; or [height, width], which is returned as it is.
         size: what images are resized to, in the format of `toolkit.data.pipeline.processor_size`; windows whose longer
             side is given have its aspect ratio if it has one, and are squares otherwise.
     """
     if not isinstance(tile, int):
-        height, width = tile
-        return int(height), int(width)
+        return tuple(int(side) for side in tile)
     size = size or {}
     height = size.get("height", 1)
     width = size.get("width", 1)
