@@ -17,10 +17,12 @@ from report_data import table_of
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
+from toolkit.data.tiles import starts, tile_hw
 from toolkit.evaluation.matches import match_predictions
+from toolkit.models.joined_windows import merged
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.prediction import Predictor
-from toolkit.tools.predict.tiles import flipped, merged, starts, tile_hw, tiled
+from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.report.detection_errors import tide_errors
 from toolkit.tools.shapes import CLASSES as SHAPES
 from toolkit.tools.shapes import draw_scene
