@@ -1,6 +1,6 @@
 """Data pipeline from the name of a split to its batches, as the `data` settings of every script describe it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from toolkit.data.windows import WindowTable, windows_of_table
 
 RECIPE_NAMES = ("detr", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
+TILE_SETTINGS = ("tile", "tile_overlap", "tile_visible")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
 
@@ -250,10 +251,23 @@ def tiling_of(c: Any) -> Tiling | None:
 
     Raises BadInput naming each setting that is invalid.
     """
-    if c.tile is None:
+    settings = {name: getattr(c, name) for name in TILE_SETTINGS}
+    return tiling_of_run(settings, processor_size(c.image_size, c.scales, c.max_size))
+
+
+def tiling_of_run(settings: Mapping[str, Any], size: Mapping[str, int]) -> Tiling | None:
+    """Return the way in which a run cuts pictures; None: it does not, as those that were made without this setting.
+
+    Args:
+        settings: the group `data` of its settings, of which `TILE_SETTINGS` are read.
+        size: what its images are resized to, in the format of `processor_size`.
+
+    Raises BadInput naming each setting that is invalid.
+    """
+    if settings.get("tile") is None:
         return None
-    size = processor_size(c.image_size, c.scales, c.max_size)
-    return Tiling(tile_hw(c.tile, size), c.tile_overlap, c.tile_visible)
+    hw = tile_hw(settings["tile"], size)
+    return Tiling(hw, settings["tile_overlap"], settings["tile_visible"])
 
 
 def windows_of_settings(table: DetectionTable, c: Any) -> WindowTable:
@@ -416,8 +430,15 @@ def validation_loader(
     workers: int,
     stride: int,
     pin: bool = False,
+    tiling: Tiling | None = None,
 ) -> torch.utils.data.DataLoader:
-    """Make this rank's loader of the validation data; `pin` as in `make_loader`."""
+    """Make this rank's loader of the validation data; `pin` as in `make_loader`.
+
+    tiling: how pictures are cut into windows, which are then the images of the loader; its `dataset.dataset.table` is a
+        `WindowTable`. None: whole pictures.
+    """
+    if tiling is not None:
+        table = windows_of_table(table, tiling)
     sampler = EvalSampler(len(table), batch_size, *world())
     return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
 

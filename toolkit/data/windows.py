@@ -202,3 +202,10 @@ def windows_of_table(pictures: DetectionTable, tiling: Tiling) -> WindowTable:
         pictures=pictures,
         tiling=tiling,
     )
+
+
+def windows_of_loader(loader: object) -> WindowTable | None:
+    """Return the table of the windows that a loader of `toolkit.data.batches` yields; None if it yields no windows."""
+    batches = getattr(loader, "dataset", None)
+    table = getattr(getattr(batches, "dataset", None), "table", None)
+    return table if isinstance(table, WindowTable) else None

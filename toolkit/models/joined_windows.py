@@ -84,3 +84,14 @@ def _inside_another(detections: Mapping[str, Tensor], cut: Tensor) -> Tensor:
         is_another = parts[:, None] != others
         inside[parts] = (is_contained & is_whole & is_as_sure & is_another).any(1)
     return inside
+
+
+def best_of_classes(detections: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
+    """Return the first `most` detections of each class, in the order they have."""
+    labels = detections["labels"]
+    if len(labels) <= most:
+        return dict(detections)
+    keep = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        keep[(labels == label).nonzero()[:most, 0]] = True
+    return {key: value[keep] for key, value in detections.items()}

@@ -72,7 +72,7 @@ def _settings(s: Any, t: Training) -> tuple[dict, list[Change]]:
     is_measured = budget is None or budget["settled"]
     changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
     if s.config.run.eval_only:  # no update will be made
-        changed = [change for change in changed if change.key.partition(".")[0] not in ("optim", "schedule")]
+        changed = [change for change in changed if not change.key.startswith(("optim.", "schedule.", "data.tile"))]
     return in_force(asked, changed), changed
 
 

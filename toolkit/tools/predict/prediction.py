@@ -42,7 +42,7 @@ class Predictor:
     predicates, attributes: names, of scene graphs.
     given: None; "boxes" or "boxes and labels" that a scene-graph model describes: `predict` then takes them third, a
         list of `boxes (N, 4)` and `labels (N,)` for each image.
-    max_detections: detections of an image, over all classes, that an evaluation keeps.
+    max_detections: detections of an image, over all classes, that an evaluation keeps; None: all that `predict` gives.
     size: what images are resized to, as in `input_hw`; None: nothing is known of it.
     thresholds: the scores that the run's report recommends, by class name, and for all classes as ""; None: no report.
     """
@@ -54,7 +54,7 @@ class Predictor:
     attributes: Sequence[str] = ()
     given: str | None = None
     thresholds: Mapping[str, float] | None = None
-    max_detections: int = 100
+    max_detections: int | None = 100
     size: Mapping[str, int] | None = None
 
     @property
@@ -345,8 +345,9 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
 
 
-def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Detections:
-    """Return the best `max_detections` of an image in the labels of a table, without classes that the table lacks."""
+def relabelled(detections: Mapping, labels: Tensor, max_detections: int | None) -> Detections:
+    """Return the best `max_detections` of an image (None: all) in the labels of a table, without classes that it lacks.
+    """
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
     return {

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
-from toolkit.data.tiles import tile_hw, windows_of
+from toolkit.data.tiles import Tiling, tile_hw, windows_of
 from toolkit.evaluation.predictions import Detections
-from toolkit.models.joined_windows import NMS_IOU, join_windows
+from toolkit.models.joined_windows import NMS_IOU, best_of_classes, join_windows
 from toolkit.models.nms import nms_by_label
 from toolkit.tools.predict.prediction import Predictor
 
@@ -61,6 +61,27 @@ def tiled_as(
         return join_windows(parts, windows, size_hw, max(window_hw), nms_iou)
 
     return replace(predictor, predict=predict)
+
+
+def judged_in_tiles(predictor: Predictor, tiling: Tiling) -> Predictor:
+    """Return a predictor whose detections are those of an evaluation in tiles, see `predict_pictures` of `toolkit.run`.
+
+    `max_detections` of the predictor count in each window, and as many of each class in a picture.
+
+    Raises BadInput: a scene-graph detector.
+    """
+    most = predictor.max_detections
+
+    def of_windows(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
+        found = predictor.predict(images, score_threshold)
+        return [{key: value[:most] for key, value in each.items()} for each in found]
+
+    whole = tiled_as(replace(predictor, predict=of_windows), tiling.tile_hw, tiling.overlap)
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
+        return [best_of_classes(found, most) for found in whole.predict(images, score_threshold)]
+
+    return replace(predictor, predict=predict, max_detections=None)
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
