@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--max-detections", "--trust")
     tile = "predict pictures in tiles of this side, and join them (default: as the run was trained; 0: whole pictures)"
     parser.add_argument("--tile", type=int, metavar="PIXELS", help=tile)
-    parser.add_argument("--overlap", type=float, default=0.2, help="fraction by which tiles overlap (default 0.2)")
+    overlap = "fraction by which tiles overlap (default: as the run was trained, else 0.2)"
+    parser.add_argument("--overlap", type=float, help=overlap)
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")

@@ -1,9 +1,11 @@
 """Training and judging on tiles: killed and resumed, on two processes, evaluated again, and what is refused."""
 
-import pytest
-from launching import EVALUATION, ROOT, SCRIPTS, assert_same_run, kill, rows
+import json
 
-EVALUATE = ROOT / "scripts" / "evaluate.py"
+import pytest
+from launching import EVALUATION, ROOT, SCRIPTS, assert_same_run, kill, rows, small_settings
+
+PREDICT, EVALUATE = (ROOT / "scripts" / f"{name}.py" for name in ("predict", "evaluate"))
 TILES = ("--data.tile", 40, "--data.tile_visible", 0.4, "--data.tile_empty", 0.5)
 
 
@@ -43,7 +45,7 @@ def test_a_killed_run_on_tiles_of_two_processes_goes_on_to_the_bit(server, scrip
     assert_same_run(server.run(script, [*args, *place], 2).ok().folder, reference)
 
 
-def test_a_run_on_tiles_is_judged_again_as_it_was(server, tiled, tmp_path):
+def test_a_run_on_tiles_is_judged_again_as_it_was(server, tiled, data, tmp_path):
     _, reference = tiled
     trained = next(row for row in reversed(rows(reference)) if "val/bbox_AP" in row)
     again = server.run(EVALUATE, [reference / "checkpoints" / "latest", "--weights", "model"]).ok()
@@ -57,14 +59,24 @@ def test_a_run_on_tiles_is_judged_again_as_it_was(server, tiled, tmp_path):
         assert ("ms an image" in ended.text) == (name == "whole")
     assert saved["as trained"] == (reference / "report" / "predictions.json").read_bytes()
     assert len(set(saved.values())) == 3
+    picture = sorted((data / "val").iterdir())[0]
+    counts = []
+    for more in ([], ["--tile", 40], ["--tile", 0]):
+        out = tmp_path / f"found{len(counts)}"
+        server.run(PREDICT, [reference, picture, "--out", out, "--no-pictures", "--score-threshold", 0, *more]).ok()
+        counts.append(json.loads((out / "predictions.json").read_text())["images"][0]["detections"])
+    assert counts[0] == counts[1] != counts[2], "in the tiles of the run unless told otherwise"
     wrong = server.run(EVALUATE, [reference, "--tile", -3])
     assert wrong.code == 2 and "--tile -3" in wrong.text
 
 
-def test_what_cannot_be_cut_or_resumed_is_refused_by_name(server, script, settings, tiled, tmp_path):
+def test_what_cannot_be_cut_or_resumed_is_refused_by_name(server, script, settings, tiled, data, tmp_path):
     args, reference = tiled
     changed = server.run(script, [*args, "--run.output_dir", reference.parent, "--run.name", "reference",
                                   "--data.tile", 32])  # fmt: skip
     assert changed.code == 2 and "data.tile 40 -> 32: refused" in changed.text
     wrong = server.run(script, settings("--run.output_dir", tmp_path, "--data.tile", 40, "--data.tile_overlap", 0.95))
     assert wrong.code == 2 and "data.tile_overlap is 0.95" in wrong.text
+    graphs = small_settings(SCRIPTS[3], data, ["--run.output_dir", tmp_path, "--data.tile", 40])
+    refused = server.run(SCRIPTS[3], graphs)
+    assert refused.code == 2 and "data.tile 40: the relations of a scene graph" in refused.text

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.data.pipeline import processor_size, tiling_of_run, val_transform, validation_loader
+from toolkit.data.pipeline import processor_size, val_transform, validation_loader
 from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
-from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw
+from toolkit.data.tiles import Tiling
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
@@ -24,7 +24,7 @@ from toolkit.step.losses import LossWeights
 from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
-from toolkit.tools.predict.tiles import judged_in_tiles
+from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, judged_in_tiles
 from toolkit.tools.predictions_file import read_about, read_predictions
 
 
@@ -33,8 +33,8 @@ class SplitOptions:
     """Data to use instead of those that the run or the predictions file was made on; None keeps those.
 
     split: annotation file, or name of a split. image_dir, format: as `data.image_dir` and `data.format`. path: folder
-    of another data set, as `data.path` or `data.name`, of which `split` is then a split. tile, overlap: cut pictures
-    into windows with a longer side of so many pixels and this overlap, and join their detections; 0: do not cut them.
+    of another data set, as `data.path` or `data.name`, of which `split` is then a split. tile, overlap: as of
+    `chosen_tiling`.
     """
 
     split: str | None = None
@@ -42,7 +42,7 @@ class SplitOptions:
     format: str | None = None
     path: str | None = None
     tile: int | None = None
-    overlap: float = 0.2
+    overlap: float | None = None
 
 
 @dataclass
@@ -87,8 +87,7 @@ def open_any(
     folder, data, table = _data_of(source, {}, options, accelerator.print)
     predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
     about = {"detector": predictor.source, "data": data}
-    run_data = {} if folder is None else load_config_dict(folder / "config.yaml", options_class, ()).get("data", {})
-    tiling = chosen_tiling(options, run_data, predictor.size)
+    tiling = chosen_tiling(options.tile, options.overlap, data_settings_of(source), predictor.size)
     if tiling is not None:
         predictor = judged_in_tiles(predictor, tiling)
     if predictor.predicates:
@@ -126,7 +125,7 @@ def predict_run(
     has_losses = same and table.num_boxes().any()  # a test split without annotations has none
     kept = max_detections or evaluated_detections(config, detector)
     size = processor_size(*(config["data"][key] for key in ("image_size", "scales", "max_size")))
-    tiling = chosen_tiling(options, config["data"], size)
+    tiling = chosen_tiling(options.tile, options.overlap, config["data"], size)
     if tiling is not None and getattr(detector, "predicates", None):
         raise BadInput(f"--tile {options.tile}: relations of a scene graph cannot be merged; leave it out")
     result = predict_pictures(
@@ -156,25 +155,6 @@ def predict_run(
     one = "an image" if tiling is None else f"a window ({tiling})"
     speed = f"{result.image_ms:.1f} ms {one}, from pixels to detections, {batch}"
     return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
-
-
-def chosen_tiling(options: SplitOptions, data: Mapping, size: Mapping[str, int] | None) -> Tiling | None:
-    """Return the way in which pictures are cut: as the options say, else as a run was trained; None: not.
-
-    data: the group `data` of the run's settings; empty without a run. size: what its images are resized to.
-
-    Raises BadInput: the options or the settings of the run say something that cannot be.
-    """
-    if options.tile is None:
-        return tiling_of_run(data, size)
-    if options.tile == 0:
-        return None
-    if options.tile < 0 or not 0 <= options.overlap <= MAX_OVERLAP:
-        raise BadInput(
-            f"--tile {options.tile} --overlap {options.overlap}: expected a side in pixels, or 0 for whole pictures, "
-            f"and 0 to {MAX_OVERLAP} of a tile"
-        )
-    return Tiling(tile_hw(options.tile, size), options.overlap)
 
 
 def _loader(

@@ -1,21 +1,73 @@
 """Tiled prediction on large images, and flip test-time augmentation, merged into one result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
-from toolkit.data.tiles import Tiling, tile_hw, windows_of
+from toolkit.data.pipeline import tiling_of_run
+from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw, windows_of
 from toolkit.evaluation.predictions import Detections
+from toolkit.models import options_class
 from toolkit.models.joined_windows import NMS_IOU, best_of_classes, join_windows
 from toolkit.models.nms import nms_by_label
+from toolkit.run.open_run import run_folder_of
+from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.predict.prediction import Predictor
 
+DEFAULT_OVERLAP = 0.2
 
-def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = NMS_IOU, batch_size: int = 8):
+
+def data_settings_of(source: str | Path) -> Mapping:
+    """Return the group `data` of the settings of the run that a file or folder belongs to; {} if it belongs to none.
+
+    Raises BadInput: the settings of the run cannot be read.
+    """
+    try:
+        folder = run_folder_of(Path(source).expanduser())
+    except BadInput:
+        return {}
+    return load_config_dict(folder / "config.yaml", options_class, needed=()).get("data", {})
+
+
+def chosen_tiling(
+    tile: int | None, overlap: float | None, data: Mapping, size: Mapping[str, int] | None
+) -> Tiling | None:
+    """Return the way in which pictures are cut for a prediction; None: they are not.
+
+    Args:
+        tile: longer side of the tiles in pixels; 0: whole pictures; None: as the run was trained.
+        overlap: share of a side that neighbours have in common; None: as the run was trained, else 0.2.
+        data: the group `data` of the settings of the run; {} without a run.
+        size: what images are resized to, in the format of `toolkit.data.pipeline.processor_size`.
+
+    Raises BadInput: a tile or an overlap that cannot be.
+    """
+    trained = tiling_of_run(data, size)
+    if overlap is None:
+        overlap = DEFAULT_OVERLAP if trained is None else trained.overlap
+    chosen = tile or 0
+    if chosen < 0 or not 0 <= overlap <= MAX_OVERLAP:
+        raise BadInput(
+            f"--tile {chosen} --overlap {overlap}: expected a side in pixels, or 0 for whole pictures, and 0 to "
+            f"{MAX_OVERLAP} of a tile"
+        )
+    if tile is None:
+        return None if trained is None else replace(trained, overlap=overlap)
+    return None if tile == 0 else Tiling(tile_hw(tile, size), overlap)
+
+
+def tiled(
+    predictor: Predictor,
+    tile: int,
+    overlap: float = DEFAULT_OVERLAP,
+    nms_iou: float = NMS_IOU,
+    batch_size: int = 8,
+) -> Predictor:
     """Return a predictor that runs on tiles of `tile` pixels, and on the whole image if it fits in one.
 
     Args:
@@ -29,15 +81,16 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
     Raises:
         BadInput: a tile of no size, an overlap outside [0, 0.9], a scene-graph detector.
     """
-    if tile < 1 or not 0 <= overlap <= 0.9:
-        raise BadInput(f"--tile {tile} --overlap {overlap}: expected at least one pixel, and 0 to 0.9 of a tile")
+    if tile < 1 or not 0 <= overlap <= MAX_OVERLAP:
+        expected = f"expected at least one pixel, and 0 to {MAX_OVERLAP} of a tile"
+        raise BadInput(f"--tile {tile} --overlap {overlap}: {expected}")
     return tiled_as(predictor, tile_hw(tile, predictor.size), overlap, nms_iou, batch_size)
 
 
 def tiled_as(
     predictor: Predictor,
     window_hw: tuple[int, int],
-    overlap: float = 0.2,
+    overlap: float = DEFAULT_OVERLAP,
     nms_iou: float = NMS_IOU,
     batch_size: int = 8,
 ) -> Predictor:
