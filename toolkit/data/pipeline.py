@@ -266,8 +266,11 @@ def tiling_of_run(settings: Mapping[str, Any], size: Mapping[str, int]) -> Tilin
     """
     if settings.get("tile") is None:
         return None
-    hw = tile_hw(settings["tile"], size)
-    return Tiling(hw, settings["tile_overlap"], settings["tile_visible"])
+    return Tiling(
+        tile_hw(settings["tile"], size),
+        settings.get("tile_overlap", Tiling.overlap),
+        settings.get("tile_visible", Tiling.visible),
+    )
 
 
 def windows_of_settings(table: DetectionTable, c: Any) -> WindowTable:

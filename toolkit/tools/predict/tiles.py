@@ -12,11 +12,11 @@ from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import tiling_of_run
 from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw, windows_of
 from toolkit.evaluation.predictions import Detections
-from toolkit.models import options_class
 from toolkit.models.joined_windows import NMS_IOU, best_of_classes, join_windows
 from toolkit.models.nms import nms_by_label
 from toolkit.run.open_run import run_folder_of
-from toolkit.run.settings_file import load_config_dict
+from toolkit.run.settings_check import type_faults
+from toolkit.run.settings_file import CONFIG_FILE, GROUPS, read_groups
 from toolkit.tools.predict.prediction import Predictor
 
 DEFAULT_OVERLAP = 0.2
@@ -31,7 +31,12 @@ def data_settings_of(source: str | Path) -> Mapping:
         folder = run_folder_of(Path(source).expanduser())
     except BadInput:
         return {}
-    return load_config_dict(folder / "config.yaml", options_class, needed=()).get("data", {})
+    path = folder / CONFIG_FILE
+    data = read_groups(path).get("data") or {}  # the group alone: another detector's class need not be imported for it
+    faults = type_faults({"data": data}, GROUPS, str(path))
+    if faults:
+        raise BadInput(faults)
+    return data
 
 
 def chosen_tiling(
