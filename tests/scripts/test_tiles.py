@@ -70,6 +70,19 @@ def test_a_run_on_tiles_is_judged_again_as_it_was(server, tiled, data, tmp_path)
     assert wrong.code == 2 and "--tile -3" in wrong.text
 
 
+def test_whole_pictures_of_several_sets_are_held_out_and_judged(server, script, settings, data, tmp_path):
+    files = [str(data / "annotations" / f"{split}.json") for split in ("train", "val")]
+    args = settings(*TILES, "--data.train", f"[{', '.join(files)}]", "--data.val", 0.25, "--data.shares", "[1, 1]",
+                    "--data.format", "auto", "--run.max_steps", 2, "--run.output_dir", tmp_path)  # fmt: skip
+    ended = server.run(script, args).ok()
+    held = json.loads((ended.folder / "environment.json").read_text())["data"]
+    assert held["train"]["images"] + held["val"]["images"] == 28
+    again = server.run(EVALUATE, [ended.folder, "--save", tmp_path / "found.json"]).ok()
+    assert f"{held['val']['images']} images" in again.text
+    ids = {each["image_id"] for each in json.loads((tmp_path / "found.json").read_text())}
+    assert len(ids) == held["val"]["images"] and not any("@" in str(image_id) for image_id in ids)
+
+
 def test_what_cannot_be_cut_or_resumed_is_refused_by_name(server, script, settings, tiled, data, tmp_path):
     args, reference = tiled
     changed = server.run(script, [*args, "--run.output_dir", reference.parent, "--run.name", "reference",

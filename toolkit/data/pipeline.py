@@ -442,6 +442,7 @@ def validation_loader(
     """
     if tiling is not None:
         table = windows_of_table(table, tiling)
+        table.decoded.limit = 0  # they come picture by picture, so the newest one is enough
     sampler = EvalSampler(len(table), batch_size, *world())
     return make_loader(DetectionDataset(table, transform), sampler, workers, stride, pin=pin)
 
