@@ -77,6 +77,7 @@ def test_whole_pictures_of_several_sets_are_held_out_and_judged(server, script, 
     ended = server.run(script, args).ok()
     held = json.loads((ended.folder / "environment.json").read_text())["data"]
     assert held["train"]["images"] + held["val"]["images"] == 28
+    assert held["train"]["windows"] > held["train"]["images"]
     again = server.run(EVALUATE, [ended.folder, "--save", tmp_path / "found.json"]).ok()
     assert f"{held['val']['images']} images" in again.text
     ids = {each["image_id"] for each in json.loads((tmp_path / "found.json").read_text())}
