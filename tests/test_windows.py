@@ -235,3 +235,8 @@ def test_windows_that_cannot_be_are_refused_by_name(tmp_path):
     crowds = noise(tmp_path / "crowds", sizes=[(60, 60)], boxes=1)
     with pytest.raises(BadInput, match=r"data\.tile_empty is 0"):
         loader_of_settings(crowds, settings_of(tile_empty=0.0), seed=0, stride=1)
+
+
+def test_one_default_wherever_tiles_are_cut():
+    settings = DataConfig()
+    assert (settings.tile_overlap, settings.tile_visible) == (Tiling.overlap, Tiling.visible)

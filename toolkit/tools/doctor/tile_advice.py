@@ -4,11 +4,12 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.text import size_text
+from toolkit.data.tiles import Tiling
 
 TINY_PX = 8  # square root of the area of a box that few detectors find, at the training size
 TINY_SHARE = 0.1  # of all objects, from which tiles pay
 MIN_GAIN = 0.5  # of the tiny objects, that must not be tiny in tiles
-OVERLAP = 0.2  # the default of `data.tile_overlap`
+OVERLAP = Tiling.overlap  # the default of `data.tile_overlap`
 
 
 def tile_advice(split: str, objects: Boxes, sizes_hw: np.ndarray, image_hw: tuple[int, int]) -> str | None:

@@ -19,7 +19,7 @@ from toolkit.run.settings_check import type_faults
 from toolkit.run.settings_file import CONFIG_FILE, GROUPS, read_groups
 from toolkit.tools.predict.prediction import Predictor
 
-DEFAULT_OVERLAP = 0.2
+DEFAULT_OVERLAP = Tiling.overlap
 
 
 def data_settings_of(source: str | Path) -> Mapping:
