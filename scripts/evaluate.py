@@ -9,6 +9,7 @@
     python scripts/evaluate.py results.json                                            # the metrics of such a file
     python scripts/evaluate.py runs/fold_1 runs/fold_2 runs/fold_3                     # --data.val 1/3, 2/3, 3/3 as one
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
+    python scripts/evaluate.py runs/mine --tile 640                                    # large pictures, in tiles
     python scripts/evaluate.py runs/causal --head.effect tde                           # a choice at inference; so are
     python scripts/evaluate.py runs/sgg --model.prior_adjustment 0.5                   # --model.nms_threshold and more
 
@@ -69,7 +70,8 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     does not exist.
     """
     accelerator = Accelerator()
-    options = SplitOptions(arguments.split, arguments.image_dir, arguments.format, arguments.path)
+    data = (arguments.split, arguments.image_dir, arguments.format, arguments.path)
+    options = SplitOptions(*data, arguments.tile, arguments.overlap)
     how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}
     parts = [open_any(run, arguments.weights, options, accelerator, **how) for run in arguments.run]
     predicted = parts[0] if len(parts) == 1 else pool_folds(parts, accelerator.print)
@@ -122,6 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     run = "run folder, checkpoint, exported model, or predictions file; several: the folds of a cross-validation"
     parser.add_argument("run", type=Path, nargs="+", help=run)
     add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--max-detections", "--trust")
+    tile = "predict pictures in tiles of this side, and join them (default: as the run was trained; 0: whole pictures)"
+    parser.add_argument("--tile", type=int, metavar="PIXELS", help=tile)
+    overlap = "fraction by which tiles overlap (default: as the run was trained, else 0.2)"
+    parser.add_argument("--overlap", type=float, help=overlap)
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")

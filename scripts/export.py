@@ -30,7 +30,9 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
+from toolkit.data.pipeline import processor_size, tiling_of_run
 from toolkit.data.splits import open_split
+from toolkit.data.windows import windows_of_table
 from toolkit.models import options_class
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
@@ -86,7 +88,10 @@ def opened(arguments: argparse.Namespace) -> OwnDetector:
 
 
 def validation_table(arguments: argparse.Namespace):
-    """Open the data on which the exported files are evaluated; None if no data are known."""
+    """Open the data on which the exported files are evaluated; None if no data are known.
+
+    For a run that was trained on tiles (`data.tile`) these are the tiles, which are what the files get.
+    """
     try:
         folder = run_folder_of(Path(arguments.model).expanduser())
     except BadInput:
@@ -100,7 +105,14 @@ def validation_table(arguments: argparse.Namespace):
         return open_split(arguments.split, say=print, **reading)
     if config is None:
         return None
-    return open_split(**split_arguments(config, SplitOptions()), say=print)
+    table = open_split(**split_arguments(config, SplitOptions()), say=print)
+    data = config["data"]
+    tiling = tiling_of_run(data, processor_size(data["image_size"], data["scales"], data["max_size"]))
+    if tiling is None:
+        return table
+    windows = windows_of_table(table, tiling)
+    print(f"the files are compared on tiles, and AP is that of tiles, not of pictures: {windows}")
+    return windows
 
 
 def parser() -> Program:

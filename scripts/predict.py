@@ -62,7 +62,7 @@ from toolkit.tools.predict.outputs import (
     write_outputs,
 )
 from toolkit.tools.predict.prediction import DEFAULT_THRESHOLD, Predictor, from_report, of_classes, smallest_threshold
-from toolkit.tools.predict.tiles import flipped, tiled
+from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, flipped, tiled_as
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 
@@ -118,8 +118,10 @@ def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
     )
     if arguments.flip:
         predictor = flipped(predictor)
-    if arguments.tile is not None:
-        predictor = tiled(predictor, arguments.tile, arguments.overlap, batch_size=arguments.batch_size)
+    trained = data_settings_of(arguments.model)
+    tiling = chosen_tiling(arguments.tile, arguments.overlap, trained, predictor.size)
+    if tiling is not None:
+        predictor = tiled_as(predictor, tiling.tile_hw, tiling.overlap, batch_size=arguments.batch_size)
     return of_classes(predictor, arguments.classes) if arguments.classes else predictor
 
 
@@ -265,8 +267,10 @@ def main(argv: list[str] | None = None) -> int:
     least = "minimum score (default 0.3); auto: thresholds of the report"
     parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=least)
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")
-    parser.add_argument("--tile", type=int, metavar="PIXELS", help="predict large images in square tiles of this side")
-    parser.add_argument("--overlap", type=float, default=0.2, help="fraction by which tiles overlap (default 0.2)")
+    tile = "predict large images in tiles of this longer side (default: as the run was trained; 0: whole images)"
+    parser.add_argument("--tile", type=int, metavar="PIXELS", help=tile)
+    overlap = "fraction by which tiles overlap (default: as the run was trained, else 0.2)"
+    parser.add_argument("--overlap", type=float, help=overlap)
     parser.add_argument("--flip", action="store_true", help="also predict the mirrored image, and merge (TTA)")
     most = "write only the NUMBER images most worth labelling next, in the order of uncertain.csv"
     parser.add_argument("--uncertain", type=int, metavar="NUMBER", help=most)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from scripts import check_data
+from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.splits import Fold, open_split, open_splits, share_of, share_that_came_out
@@ -32,6 +34,7 @@ from toolkit.tools.doctor.near_duplicates import (
     signatures_of,
 )
 from toolkit.tools.doctor.pictures import ticks_of
+from toolkit.tools.doctor.tile_advice import tile_advice
 from toolkit.tools.shapes import draw_scene, make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +103,23 @@ def test_a_clean_set_has_exit_code_0_and_headers_alone_decode_nothing(clean, che
     shutil.copytree(clean, tmp_path / "d")
     edit(tmp_path / "d", "val", lambda document: document["categories"][0].update(name="ring"))
     assert check(tmp_path / "d") == 2, "splits with other classes are an error"
+
+
+def test_tiles_are_advised_where_they_make_tiny_objects_larger(clean, check, tmp_path, capsys):
+    check(clean, "--image-size", 32, "--check-images", "header")
+    said = re.search(r"train: (\d+)% of the objects are smaller than 8 px .* of 32 x 32 px", capsys.readouterr().out)
+    objects = open_dataset("train", path=clean, cache_dir=tmp_path / "cache").boxes()
+    share = np.mean(np.sqrt((objects.xywh[:, 2:] / 2).prod(1)) < 8)
+    assert (said is not None) == (share >= 0.1)
+    many = Boxes.found([3], np.array([[0, 0, 40, 40], [50, 50, 62, 62], [90, 90, 102, 102]]), np.zeros(3), np.zeros(3))
+    sizes = np.array([[1500, 2000]])
+    sentence = tile_advice("train", many, sizes, (640, 640))
+    assert "train: 67% of the objects" in sentence and "0% in tiles" in sentence and "--data.tile 640" in sentence
+    assert "longer than the overlap" not in sentence
+    assert "33% are longer than the overlap" in tile_advice("train", many, sizes, (180, 180))
+    assert tile_advice("train", many, np.array([[640, 640]]), (640, 640)) is None, "tiles would be the pictures"
+    assert tile_advice("train", many[np.arange(1)], sizes, (640, 640)) is None
+    assert tile_advice("train", many[np.arange(0)], sizes, (640, 640)) is None
 
 
 def test_planted_faults_are_all_found_and_mended(clean, check, tmp_path):

@@ -219,6 +219,21 @@ def test_each_advice_has_its_evidence(tmp_path):
         assert ("Too few queries" in topics(judged, facts)) == (queries == most)
 
 
+def test_small_objects_have_the_size_that_tiles_show_them_at(tmp_path):
+    """Half of the objects are small and not found; in tiles of 40 of pictures of 160 px they are seen much larger."""
+    small, large = [10, 10, 30, 30], [40, 40, 110, 110]
+    table = table_of(tmp_path, [[(small, 0), (large, 1)]] * 10, draw=False)
+    judged = judged_of(table, predictions_of(table, [[([60, 60, 70, 70], 0, 0.5), (large, 1, 0.9)]] * 10))
+    evidence = {}
+    for tile in (None, [80, 80], [40, 40]):
+        data = {"image_size": 80, "tile": tile, "tile_overlap": 0.2, "tile_visible": 0.25}
+        found = {each.topic: each for each in advise(judged, RunFacts(config={"data": data}))}
+        evidence[str(tile)] = found.get("Small objects")
+    assert "smaller than 12 pixels" in evidence["None"].evidence and "--data.tile." in evidence["None"].advice
+    assert "smaller than 20 pixels" in evidence["[80, 80]"].evidence and "(now [80, 80])" in evidence["[80, 80]"].advice
+    assert evidence["[40, 40]"] is None, "they are seen at 40 pixels"
+
+
 PLANNED_EPOCHS, STEPS_PER_EPOCH = 100, 10
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.tools.shapes import CLASSES, PREDICATES, draw_scene, ensure_shapes, main, make_shapes
+from toolkit.tools.shapes import (
+    CLASSES,
+    PREDICATES,
+    draw_large_scene,
+    draw_scene,
+    ensure_shapes,
+    main,
+    make_shapes,
+)
 
 SIZES = {"train_images": 6, "val_images": 3, "image_size": 64}
 
@@ -47,6 +55,22 @@ def test_scenes_are_as_promised():
     assert [item["area"] for item in objects] == pytest.approx([737, 1013, 436, 810, 1676, 777], abs=2)
     assert pixels.mean(axis=(0, 1)) == pytest.approx([120.40, 112.33, 102.23], abs=0.05)
     assert pixels.std() == pytest.approx(58.35, abs=0.05)
+
+
+def test_large_pictures_have_small_shapes_that_do_not_overlap(tmp_path):
+    pixels, objects, relations = draw_large_scene(0, "train", 1)
+    assert pixels.shape == (1500, 2000, 3) and not relations and 40 <= len(objects) <= 80
+    seen = np.zeros((1500, 2000), int)
+    for item in objects:
+        x, y, w, h = item["bbox"]
+        assert 5 <= min(w, h) and max(w, h) <= 24
+        seen[y : y + h, x : x + w] += 1
+    assert seen.max() == 1
+    again, *_ = draw_large_scene(0, "train", 1)
+    assert np.array_equal(pixels, again)
+    make_shapes(tmp_path / "d", 1, 1, large=True)
+    table = open_dataset("train", path=tmp_path / "d", cache_dir=tmp_path / "cache")
+    assert table.sizes_hw().tolist() == [[1500, 2000]] and table.num_boxes()[0] >= 40
 
 
 def test_relations_agree_with_the_boxes():

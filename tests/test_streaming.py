@@ -126,7 +126,7 @@ def test_rare_classes_come_more_often_and_a_loader_gives_the_images(table):
     assert sampler.num_samples > 22 and sampler.blocks is not None
     assert sum(len(batch.targets) for batch in loader) == sampler.num_samples
     varied = {"multi_scale": [32, 64], "multi_scale_pixels": True}
-    for given_key in ({"group_by_aspect_ratio": True}, {"mosaic": 0.5}, {"mixup": True}, varied):
+    for given_key in ({"group_by_aspect_ratio": True}, {"mosaic": 0.5}, {"mixup": True}, {"tile": 32}, varied):
         with pytest.raises(BadInput, match=f"data.{[*given_key][-1]} takes images .*streaming"):
             loader_of_settings(table, replace(settings, **given_key), seed=0, stride=1)
 

@@ -12,15 +12,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from processes import run_on_ranks
 from report_data import table_of
 
 from toolkit.base.box_ops import pairwise_iou
+from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
+from toolkit.data.pipeline import validation_loader
 from toolkit.data.table import Category
+from toolkit.data.table_cache import write_rows
+from toolkit.data.tiles import Tiling, starts, tile_hw
+from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match_predictions
+from toolkit.evaluation.predictions import best_first
+from toolkit.models.detector import Detector
+from toolkit.models.joined_windows import best_of_classes, merged
+from toolkit.run.predict_pictures import predict_pictures
 from toolkit.tools.predict.open import open_predictor
-from toolkit.tools.predict.prediction import Predictor
-from toolkit.tools.predict.tiles import flipped, merged, starts, tile_hw, tiled
+from toolkit.tools.predict.prediction import Predictor, predict_table
+from toolkit.tools.predict.tiles import flipped, judged_in_tiles, tiled, tiled_as
 from toolkit.tools.report.detection_errors import tide_errors
 from toolkit.tools.shapes import CLASSES as SHAPES
 from toolkit.tools.shapes import draw_scene
@@ -134,6 +145,75 @@ def test_classes_do_not_suppress_each_other_and_no_guess_takes_a_part_away_that_
     for score, left in ((0.01, [0.9, 0.01]), (0.5, [0.5])):
         kept = merged([part(30, 0.9), part(60, score)], 0.5, torch.tensor([True, False]))
         assert kept["scores"].tolist() == pytest.approx(left)
+
+
+class Finder(Detector):
+    """Finds every rectangle of an image, as `oracle` does, and adds a weak guess in the middle of it."""
+
+    loss_names, divided_by, stride = ("loss_ce",), "images", 1
+
+    def forward(self, images, sizes, targets=None):
+        return {"images": [image[:, :h, :w] for image, (h, w) in zip(images, sizes.tolist(), strict=True)]}
+
+    def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
+        return [{key: value[:top_k] for key, value in guessing(image).items()} for image in outputs["images"]]
+
+
+def guessing(image: torch.Tensor) -> dict:
+    found = best_first(oracle().predict([image], 0)[0])
+    height, width = image.shape[-2:]
+    guess = {"boxes": torch.tensor([[width / 3, height / 3, width / 2, height / 2]]), "scores": torch.tensor([0.01]),
+             "labels": torch.tensor([1])}  # fmt: skip
+    return {key: torch.cat([found[key], guess[key]]) for key in guess}
+
+
+def scenes_as_table(folder: Path, sizes=((150, 200), (90, 60), (128, 300))):
+    rows, number, none = [], 1, {"subject": [], "object": [], "predicate": []}
+    folder.mkdir(exist_ok=True)
+    for seed, (height, width) in enumerate(sizes):
+        image = scene(height, width, 15, seed, side=16)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{seed}.png")
+        boxes, labels = rectangles(image)
+        boxes = [[float(side) for side in box] for box in boxes]
+        columns = {"id": list(range(number, number + len(boxes))), "bbox": boxes, "category": labels,
+                   "area": [(x2 - x1) * (y2 - y1) for x1, y1, x2, y2 in boxes],
+                   "iscrowd": [0] * len(boxes)}  # fmt: skip
+        number += len(boxes)
+        rows.append({"image_id": f"scene {seed}", "file_name": f"{seed}.png", "width": width, "height": height,
+                     "objects": columns, "relations": none})  # fmt: skip
+    return write_rows(rows, cache_file=folder / "table.json", image_root=folder, name="scenes", categories=CLASSES)
+
+
+def judged_scenes(folder: Path) -> dict:
+    """The detections of `Finder` on the scenes in `folder`, predicted by all ranks; main process only."""
+    table = scenes_as_table(folder / f"{world()[0]}")
+    options = {"batch_size": 3, "workers": 0, "stride": 1, "tiling": Tiling((64, 80), 0.3)}
+    loader = validation_loader(table, lambda image, target, _: (image, target), **options)
+    return predict_pictures(Finder(), loader, "cpu", top_k=50).by_image
+
+
+def test_an_evaluation_of_whole_pictures_in_windows_finds_what_predict_finds_on_any_number_of_ranks(tmp_path):
+    table = scenes_as_table(tmp_path / "0")
+    found = judged_scenes(tmp_path)
+    assert list(found) == table.image_ids().tolist()
+    predictor = Predictor("guessing", CLASSES, lambda images, _: list(map(guessing, images)))
+    pictures = [table.decode_image(table.row(index)) for index in range(len(table))]
+    for one, other in zip(found.values(), tiled_as(predictor, (64, 80), 0.3).predict(pictures, 0), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in ("boxes", "scores", "labels"))
+    assert CocoEvaluator(table).evaluate(found)["bbox_AP"] == 1.0
+    judged = judged_in_tiles(replace(predictor, max_detections=50), Tiling((64, 80), 0.3))
+    assert CocoEvaluator(table).evaluate(predict_table(judged, table))["bbox_AP"] == 1.0
+    on_two, nothing = run_on_ranks(judged_scenes, 2, tmp_path)
+    assert not nothing and on_two.keys() == found.keys()
+    for one, other in zip(found.values(), on_two.values(), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_of_each_class_the_best_are_kept():
+    found = {"boxes": torch.arange(20.0).reshape(5, 4), "scores": torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5]),
+             "labels": torch.tensor([0, 1, 0, 0, 1])}  # fmt: skip
+    assert best_of_classes(found, 2)["scores"].tolist() == pytest.approx([0.9, 0.8, 0.7, 0.5])
+    assert len(best_of_classes(found, 5)["labels"]) == 5
 
 
 def test_what_cannot_be_is_bad_input():

@@ -1,6 +1,6 @@
 """Data pipeline from the name of a split to its batches, as the `data` settings of every script describe it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from toolkit.data.image_sources import ImageSources, Shards
 from toolkit.data.least_size import LeastSize, least_size_of
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, VariableSizes
 from toolkit.data.table import DetectionTable
+from toolkit.data.tiles import Tiling, tile_hw
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,
@@ -30,9 +31,11 @@ from toolkit.data.transforms.geometry import (
     pair_hw,
 )
 from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
+from toolkit.data.windows import WindowTable, windows_of_table
 
 RECIPE_NAMES = ("detr", *index.RECIPES)
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
+TILE_SETTINGS = ("tile", "tile_overlap", "tile_visible")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
 ImageSize = int | Sequence[int]  # side of a square, or [height, width], in pixels
 
@@ -188,6 +191,7 @@ def loader_of_settings(
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """Make this rank's sampler and loader of the training data.
 
+    With `tile` the samples are the windows of the pictures: `loader.dataset.dataset.table` is then a `WindowTable`.
     If images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; call its `plan`
     before every epoch.
 
@@ -208,11 +212,17 @@ def loader_of_settings(
     blocks = blocks_of(table)
     if blocks is not None:
         _check_streamed(c, augmented)
+    pictures = None
+    if c.tile is not None:
+        table = windows_of_settings(table, c)
+        pictures = table.picture_of_window
     groups = aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None
     repeats = None
     strata = None
     if augmented:
         repeats = _repeats(table, c.repeat_factor, c.predicate_repeat_factor)
+        if c.tile is not None:
+            repeats = _without_empty(table, c.tile_empty, repeats)
         if c.shares:
             strata = table.set_of_image()
             repeats = set_repeats(strata, max(1, len(table.sets)), c.shares, repeats)
@@ -228,6 +238,7 @@ def loader_of_settings(
         repeats=repeats,
         blocks=blocks,
         strata=strata,
+        pictures=pictures,
     )
     if augmented:
         dataset = _augmented(table, transform, c, seed)
@@ -236,8 +247,55 @@ def loader_of_settings(
     return sampler, make_loader(dataset, sampler, c.workers, stride, pin)
 
 
+def tiling_of(c: Any) -> Tiling | None:
+    """Return the way in which settings with the names of `toolkit.run.settings.DataConfig` cut pictures; None: not.
+
+    Raises BadInput naming each setting that is invalid.
+    """
+    settings = {name: getattr(c, name) for name in TILE_SETTINGS}
+    return tiling_of_run(settings, processor_size(c.image_size, c.scales, c.max_size))
+
+
+def tiling_of_run(settings: Mapping[str, Any], size: Mapping[str, int]) -> Tiling | None:
+    """Return the way in which a run cuts pictures; None: it does not, as those that were made without this setting.
+
+    Args:
+        settings: the group `data` of its settings, of which `TILE_SETTINGS` are read.
+        size: what its images are resized to, in the format of `processor_size`.
+
+    Raises BadInput naming each setting that is invalid.
+    """
+    if settings.get("tile") is None:
+        return None
+    return Tiling(
+        tile_hw(settings["tile"], size),
+        settings.get("tile_overlap", Tiling.overlap),
+        settings.get("tile_visible", Tiling.visible),
+    )
+
+
+def windows_of_settings(table: DetectionTable, c: Any) -> WindowTable:
+    """Return the windows of the pictures of a table, for settings as of `tiling_of` that cut pictures."""
+    return windows_of_table(table, tiling_of(c))
+
+
+def _without_empty(windows: WindowTable, share: float, repeats: np.ndarray | None) -> np.ndarray:
+    """Return how often each window is drawn in an epoch, if only a share of those without objects is.
+
+    repeats: as often as it would be drawn otherwise; None: once. Raises BadInput if no window is left.
+    """
+    drawn = np.ones(len(windows)) if repeats is None else repeats
+    drawn = np.where(windows.has_objects(), drawn, drawn * share)
+    if not drawn.any():
+        raise BadInput(
+            f"data.tile_empty is {share}, and no window of {windows.name} has an object: set it above 0, or look at "
+            "the boxes with scripts/check_data.py"
+        )
+    return drawn
+
+
 def _check_streamed(c: Any, augmented: bool) -> None:
-    everywhere = {"group_by_aspect_ratio": c.group_by_aspect_ratio}
+    everywhere = {"group_by_aspect_ratio": c.group_by_aspect_ratio, "tile": c.tile is not None}
     if augmented:
         everywhere["mixup"] = c.mixup
         everywhere["mosaic"] = c.mosaic
@@ -378,9 +436,19 @@ def validation_loader(
     stride: int,
     pin: bool = False,
     least_size: LeastSize | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.utils.data.DataLoader:
-    """Make this rank's loader of the validation data; `pin` as in `make_loader`, `least_size` as in `DetectionDataset`.
+    """Make this rank's loader of the validation data.
+
+    Args:
+        pin: see `make_loader`.
+        least_size: see `DetectionDataset`.
+        tiling: the way in which pictures are cut into windows, which are then the images of the loader; its
+            `dataset.dataset.table` is a `WindowTable`. None: whole pictures.
     """
+    if tiling is not None:
+        table = windows_of_table(table, tiling)
+        table.decoded.limit = 0  # they come picture by picture, so the newest one is enough
     sampler = EvalSampler(len(table), batch_size, *world())
     dataset = DetectionDataset(table, transform, least_size=least_size)
     return make_loader(dataset, sampler, workers, stride, pin=pin)

@@ -14,6 +14,7 @@ import numpy as np
 from toolkit.base.errors import BadInput
 
 MIXED_BLOCKS = 4  # blocks whose samples are shuffled together, if samples are read by blocks
+MIXED_PICTURES = 16  # pictures whose windows are shuffled together
 
 
 class SampleKey(NamedTuple):
@@ -136,15 +137,15 @@ def group_order(order: np.ndarray, groups: np.ndarray, global_batch: int) -> np.
     return np.array(arranged, dtype=np.int64)
 
 
-def block_order(blocks: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def block_order(blocks: np.ndarray, rng: np.random.Generator, mixed: int = MIXED_BLOCKS) -> np.ndarray:
     """Draw a random order of n samples, in which samples of the same block are close together.
 
-    blocks: (n,) the block of each sample. The blocks are shuffled, and then the samples of each `MIXED_BLOCKS`
-    successive blocks are shuffled together.
+    blocks: (n,) the block of each sample. The blocks are shuffled, and then the samples of each `mixed` successive
+    blocks are shuffled together.
     """
     names, block = np.unique(blocks, return_inverse=True)
     place_of_block = rng.permutation(len(names))
-    pool = place_of_block[block] // MIXED_BLOCKS  # (n,) blocks of one pool are mixed
+    pool = place_of_block[block] // mixed  # (n,) blocks of one pool are mixed
     within_pool = rng.permutation(len(blocks))
     return np.lexsort((within_pool, pool))
 
@@ -201,6 +202,8 @@ class EpochSampler:
         blocks: (num_samples,) int; samples of one block, such as a row group of a Parquet file, are read together. The
             order is then that of `block_order`, and each rank has blocks of its own (`rank_runs`), so that the order
             depends on `world_size * batch_size_per_device` too.
+        pictures: (num_samples,) int, the picture that each sample is a window of. The windows of `MIXED_PICTURES`
+            pictures are then shuffled together, so that a picture need not be decoded for each of its windows.
 
     Raises BadInput when a global micro-batch is larger than the dataset, or for groups with batches of varying length.
     """
@@ -218,6 +221,7 @@ class EpochSampler:
         repeats: np.ndarray | None = None,
         blocks: np.ndarray | None = None,
         strata: np.ndarray | None = None,
+        pictures: np.ndarray | None = None,
     ):
         if groups is not None and len(groups) != num_samples:
             raise ValueError(f"groups has {len(groups)} entries for {num_samples} samples")
@@ -226,6 +230,7 @@ class EpochSampler:
         self.repeats = repeats
         self.blocks = blocks
         self.strata = strata
+        self.pictures = pictures
         _check_sizes(num_samples, batch_size_per_device, world_size)
         self.seed = seed
         self.groups = groups
@@ -426,6 +431,8 @@ class EpochSampler:
         if not self.shuffle:
             return np.arange(self.num_samples)
         rng = np.random.default_rng((self.seed, self.epoch))
+        if self.pictures is not None:
+            return block_order(self.pictures[self._images], rng, MIXED_PICTURES)
         if self.blocks is None:
             return rng.permutation(self.num_samples)
         return block_order(self.blocks[self._images], rng)

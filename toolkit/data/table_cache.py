@@ -359,41 +359,69 @@ def _write_stream(
     set_of_image: np.ndarray | None,
     path: Path,
 ) -> None:
+    schema = _schema_of(images, boxes, set_of_image, embedded=encoded is not None)
+    encoded = iter(encoded) if encoded is not None else None
+    batches = _record_batches(schema, images, boxes, relations, encoded, set_of_image)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def rows_in_memory(
+    images: Sequence[ImageRow], boxes: Boxes, relations: Relations, set_of_image: np.ndarray | None
+) -> pa.Table:
+    """Return columns as `DetectionTable.rows`, in memory alone; arguments are those of `write_table`."""
+    schema = _schema_of(images, boxes, set_of_image, embedded=False)
+    batches = _record_batches(schema, images, boxes, relations, None, set_of_image)
+    return pa.Table.from_batches(batches, schema)
+
+
+def _schema_of(
+    images: Sequence[ImageRow], boxes: Boxes, set_of_image: np.ndarray | None, *, embedded: bool
+) -> pa.Schema:
     attributes = boxes.extra.get("attributes")
     string_ids = bool(images) and isinstance(images[0].image_id, str)
     columns = 0 if attributes is None else attributes.shape[1]
-    schema = _schema(string_ids, encoded is not None, columns, set_of_image is not None)
+    return _schema(string_ids, embedded, columns, set_of_image is not None)
+
+
+def _record_batches(
+    schema: pa.Schema,
+    images: Sequence[ImageRow],
+    boxes: Boxes,
+    relations: Relations,
+    encoded: Iterator[bytes] | None,
+    set_of_image: np.ndarray | None,
+) -> Iterator[pa.RecordBatch]:
     objects = {
         "id": boxes.ids,
         "bbox": boxes.xyxy,
         "category": boxes.labels,
         "area": boxes.area,
         "iscrowd": boxes.iscrowd,
-        "attributes": attributes,
+        "attributes": boxes.extra.get("attributes"),
     }
     ends = {name: getattr(relations, name) for name in RELATION_TYPES}
-    encoded = iter(encoded) if encoded is not None else None
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        start = 0
-        while start < len(images):
-            held = None if encoded is None else _some(encoded)
-            count = BATCH_ROWS if held is None else len(held)
-            stop = min(start + count, len(images))
-            rows = images[start:stop]
-            batch = {}
-            for name in ImageRow._fields:
-                batch[name] = [getattr(row, name) for row in rows]
-            if held is not None:
-                batch["image"] = held
-            if set_of_image is not None:
-                batch["set"] = set_of_image[start:stop]
-            of_boxes = boxes.offsets[start : stop + 1]
-            of_relations = relations.offsets[start : stop + 1]
-            batch["objects"] = _lists(schema.field("objects").type, of_boxes, objects)
-            batch["relations"] = _lists(schema.field("relations").type, of_relations, ends)
-            arrays = [pa.array(batch[column.name], column.type) for column in schema]
-            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-            start = stop
+    start = 0
+    while start < len(images):
+        held = None if encoded is None else _some(encoded)
+        count = BATCH_ROWS if held is None else len(held)
+        stop = min(start + count, len(images))
+        rows = images[start:stop]
+        batch = {}
+        for name in ImageRow._fields:
+            batch[name] = [getattr(row, name) for row in rows]
+        if held is not None:
+            batch["image"] = held
+        if set_of_image is not None:
+            batch["set"] = set_of_image[start:stop]
+        of_boxes = boxes.offsets[start : stop + 1]
+        of_relations = relations.offsets[start : stop + 1]
+        batch["objects"] = _lists(schema.field("objects").type, of_boxes, objects)
+        batch["relations"] = _lists(schema.field("relations").type, of_relations, ends)
+        arrays = [pa.array(batch[column.name], column.type) for column in schema]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        start = stop
 
 
 def _some(encoded: Iterator[bytes]) -> list[bytes]:

@@ -8,6 +8,7 @@ from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
 from toolkit.data.splits import counts_of
 from toolkit.data.table import DetectionTable
+from toolkit.data.windows import windows_of_loader
 from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
@@ -75,7 +76,7 @@ def _settings(s: Any, t: Training) -> tuple[dict, list[Change]]:
     is_measured = budget is None or budget["settled"]
     changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
     if s.config.run.eval_only:  # no update will be made
-        changed = [change for change in changed if change.key.partition(".")[0] not in ("optim", "schedule")]
+        changed = [change for change in changed if not change.key.startswith(("optim.", "schedule.", "data.tile"))]
     return in_force(asked, changed), changed
 
 
@@ -100,6 +101,8 @@ def _record(s: Any, t: Training, table: DetectionTable, settings: dict, changed:
     alone = s.config.run.eval_only and table is t.validation.table  # `open_data`: there was no need of training data
     tables = {"val": table} if alone else {"train": table, "val": t.validation.table}
     data = {name: counts_of(split) for name, split in tables.items()}
+    if windows_of_loader(t.data.loader) is not None and not alone:
+        data["train"]["windows"] = t.sampler.num_samples  # of an epoch
     name, words = ("val", "validation data") if alone else ("train", "training data")
     s.say(
         f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "

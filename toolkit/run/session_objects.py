@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from toolkit import index
+from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data import pipeline
 from toolkit.data.formats import is_several
@@ -18,6 +19,7 @@ from toolkit.data.least_size import least_size_of
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
+from toolkit.data.windows import windows_of_loader
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
@@ -78,6 +80,7 @@ def build_training(
     distillation = _distillation(s, detector, table)
     weights = _loss_weights(s, detector, distillation)
     sampler, loader, val_loader = _loaders(s, detector, table, val_table)
+    windows = windows_of_loader(loader)
     _settle(s, detector)
     c = s.config
     ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
@@ -95,7 +98,7 @@ def build_training(
         optimizer=optimizer,
         plan=plan,
         guard=_guard(c),
-        data=TrainingData(loader, {"training": table, "validation": val_table}),
+        data=TrainingData(loader, {"training": table if windows is None else windows, "validation": val_table}),
         validation=_validation(s, detector, val_loader, val_table, evaluator, plan.steps_per_epoch),
         checkpoints=_checkpoints(s, detector, plan.steps_per_epoch),
         signals=s.signals,
@@ -180,6 +183,7 @@ def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> Data
     images = s.config.eval.batch_size_per_device
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
     how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
+    how["tiling"] = pipeline.tiling_of(c)
     return pipeline.validation_loader(table, transform, **how, least_size=least_size_of(c))
 
 
@@ -187,8 +191,16 @@ def _loaders(
     s: Any, detector: Detector, table: DetectionTable, val_table: DetectionTable
 ) -> tuple[EpochSampler, DataLoader, DataLoader]:
     c = s.config.data
+    if c.tile is not None and getattr(detector, "predicates", ()):
+        raise BadInput(
+            f"data.tile {c.tile}: the relations of a scene graph are between objects of a whole picture, which windows "
+            "cut apart; leave data.tile out"
+        )
     how = {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins}
     sampler, loader = pipeline.loader_of_settings(table, c, augmented=c.overfit_batches is None, **how)
+    windows = windows_of_loader(loader)
+    if windows is not None:
+        s.say(f"data.tile: {windows}; an epoch has {sampler.num_samples:,} windows")
     return sampler, loader, evaluation_loader(s, detector, val_table)
 
 

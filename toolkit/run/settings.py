@@ -147,6 +147,19 @@ class DataConfig:
     image_size: PositiveInt | list[int] = 128
     """Size in pixels that images are resized to: the side of a square, or [height, width], such as [384, 640] for
     pictures of 16:9; not used with `data.scales`."""
+    tile: PositiveInt | list[PositiveInt] | None = None
+    """Cut large pictures into windows of this size in pixels: the longer side, with the aspect of `data.image_size`, or
+    [height, width]. Training sees windows, evaluation joins the detections of all windows of a picture. null: whole
+    pictures."""
+    tile_overlap: NonNegativeFloat = 0.2
+    """With `data.tile`, the share of a side that neighbouring windows have in common, 0 to 0.9; objects up to that size
+    are whole in one of them."""
+    tile_visible: ClosedUnitInterval = 0.25
+    """With `data.tile`, the share of a box that a window must show: of less, the box is neither object nor background
+    there; it is ignored as crowd regions are."""
+    tile_empty: ClosedUnitInterval = 0.25
+    """With `data.tile`, the share of the windows without objects that training sees in an epoch, others in each epoch;
+    0: none, 1: all."""
     scales: list[int] = field(default_factory=list)
     """Lengths of the shorter image side in pixels: training draws one for each image, evaluation uses the last one.
     Empty: images get `data.image_size`."""

@@ -243,6 +243,7 @@ _SAVED = {f"optim.{key}" for key in f"{_RATES} {_DECAY} momentum nesterov betas"
 _SEED = {"run.seed"}
 _BEGINNING = {f"model.{key}" for key in ("pretrained", "pretrained_backbone", "detector", "word_vectors")}
 _REFUSED = {"optim.name", "model.architecture"}
+_ROWS = {"data.tile", "data.tile_overlap", "data.tile_visible", "data.tile_empty"}  # of the data that training counts
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,8 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
     new = "--run.resume_schedule new uses it"
     if name in _REFUSED:
         return "refused", "the checkpoint is of the other one"
+    if name in _ROWS:
+        return "refused", "the checkpoint counts its place in the data in the windows of before"
     if name in _SEED:
         return "ignored", "the checkpoint's goes on"
     if name in _BEGINNING:

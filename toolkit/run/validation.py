@@ -18,12 +18,14 @@ from toolkit import index
 from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
+from toolkit.data.windows import windows_of_loader
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match_predictions
-from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
+from toolkit.evaluation.predict_dataset import Predictions
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
 from toolkit.run.best import Best, no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
+from toolkit.run.predict_pictures import predict_pictures
 from toolkit.run.recovery import state_is_sound
 from toolkit.run.saving import save, save_outcome
 from toolkit.run.status import describe_ending
@@ -118,7 +120,7 @@ def evaluate(t) -> bool:
 
 
 def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, description: str) -> Predictions:
-    return predict_dataset(
+    return predict_pictures(
         module,
         loader,
         t.accelerator.device,
@@ -166,7 +168,9 @@ def warn_of_crowds(t) -> None:
     kept = {"eval.max_detections": t.validation.max_detections}
     is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
     for name, wanted in (("training", limits), ("validation", limits if is_graph else limits | kept)):
-        for note in crowded_notes(name, t.data.tables[name], wanted):
+        table = t.data.tables[name]
+        windows = windows_of_loader(t.validation.loader) if name == "validation" else None
+        for note in crowded_notes(name, table if windows is None else windows, wanted):
             t.log.say(note)
 
 

@@ -4,7 +4,8 @@
 
 writes a COCO data set: DIR/train/*.jpg, DIR/val/*.jpg and DIR/annotations/{train,val}.json. Beside the usual keys, the
 JSON files have `rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids`
-(its texture).
+(its texture). With `--large` the pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to
+try tiles on (docs/data.md).
 """
 
 import argparse
@@ -16,8 +17,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from colorsys import hsv_to_rgb
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,10 @@ ATTRIBUTES = (*TEXTURES.values(), "blotches")
 TYPICAL = 0.75  # how often a shape has the texture of its class; else it has any
 RADIUS = (0.12, 0.28)  # of the image side
 STRETCH = {"triangle": 1.3, "star": 1.15}  # their corners reach further out, so that all shapes cover like areas
+LARGE_HW = (1500, 2000)  # of large pictures
+SMALL_SIDE = (8, 20)  # pixels of the shapes in large pictures
+LARGE_OBJECTS = (40, 80)  # of a large picture
+PATCH = 32  # pixels that a shape in a large picture has for itself, both sides
 NESTED = 0.15  # how often a shape is put on the middle of an earlier, larger one
 
 
@@ -88,14 +94,48 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
     return canvas.clip(0, 255).astype(np.uint8), objects, _relations(objects)
 
 
+def draw_large_scene(seed: int, split: str, index: int) -> tuple[np.ndarray, list[dict], list[tuple]]:
+    """Draw one large picture of small shapes that do not overlap, a function of its arguments alone.
+
+    Returns uint8 (1500, 2000, 3); objects as of `draw_scene`; no relations.
+    """
+    rng = np.random.default_rng([seed, SPLITS.index(split), index, 1])
+    height, width = LARGE_HW
+    canvas = _background(rng, max(LARGE_HW))[:height, :width].copy()
+    cells = [(row, column) for row in range(height // PATCH) for column in range(width // PATCH)]
+    chosen = rng.choice(len(cells), int(rng.integers(*LARGE_OBJECTS, endpoint=True)), replace=False)
+    objects = []
+    for row, column in (cells[number] for number in chosen):
+        top = row * PATCH
+        left = column * PATCH
+        patch = canvas[top : top + PATCH, left : left + PATCH]
+        category = int(rng.integers(len(CLASSES)))
+        radius = rng.uniform(*SMALL_SIDE) / 2
+        x, y = rng.uniform(radius + 2, PATCH - radius - 2, 2)
+        coverage, local = _cover(rng, CLASSES[category], PATCH, x, y, radius)
+        texture = _paint(rng, patch, coverage, local, TEXTURES[CLASSES[category]])
+        seen = _visible(coverage > 0.5)
+        x, y, box_width, box_height = seen["bbox"]
+        seen["bbox"] = [left + x, top + y, box_width, box_height]
+        objects.append({"category": category, "texture": ATTRIBUTES.index(texture)} | seen)
+    canvas += rng.normal(0, rng.uniform(2, 9), canvas.shape).astype(np.float32)
+    return canvas.clip(0, 255).astype(np.uint8), objects, []
+
+
 def make_shapes(
     out: Path | str,
     train_images: int = 1000,
     val_images: int = 200,
     image_size: int = 128,
     seed: int = 0,
+    large: bool = False,
 ) -> None:
-    """Write the data set to the folder `out`. Raises BadInput if the folder is not empty or a number is too small."""
+    """Write the data set to the folder `out`.
+
+    large: draw pictures by `draw_large_scene`, whatever `image_size` is.
+
+    Raises BadInput if the folder is not empty or a number is too small.
+    """
     out = Path(out).expanduser()
     if train_images < 1 or val_images < 1 or image_size < 32 or seed < 0:
         raise BadInput(
@@ -106,7 +146,8 @@ def make_shapes(
         raise BadInput(f"{out}: not an empty folder; give a new one")
     (out / "annotations").mkdir(parents=True)
     for split, count in zip(SPLITS, (train_images, val_images), strict=True):
-        _write_split(out, split, count, image_size, seed)
+        draw = draw_large_scene if large else partial(draw_scene, image_size=image_size)
+        _write_split(out, split, count, draw, seed)
 
 
 def ensure_shapes(
@@ -169,13 +210,13 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) -> None:
+def _write_split(out: Path, split: str, count: int, draw: Callable, seed: int) -> None:
     images = []
     annotations = []
     relations = []
     (out / split).mkdir()
     for index in tqdm(range(count), f"drawing {split}", delay=2, leave=False, disable=None):
-        pixels, objects, triples = draw_scene(seed, split, index, image_size)
+        pixels, objects, triples = draw(seed, split, index)
         name = f"{index:06d}.jpg"
         image_id = index + 1
         first = len(annotations) + 1
@@ -184,8 +225,8 @@ def _write_split(out: Path, split: str, count: int, image_size: int, seed: int) 
             {
                 "id": image_id,
                 "file_name": name,
-                "width": image_size,
-                "height": image_size,
+                "width": pixels.shape[1],
+                "height": pixels.shape[0],
             }
         )
         for row, item in enumerate(objects):
@@ -400,6 +441,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--val-images", type=int, default=200)
     parser.add_argument("--image-size", type=int, default=128, help="pixels, both sides")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--large", action="store_true", help="pictures of 2,000 x 1,500 px with shapes of 8 to 20 px")
     options = parser.parse_args(arguments)
     make_shapes(**vars(options))
     print(f"{options.out}: {options.train_images} training and {options.val_images} validation images")

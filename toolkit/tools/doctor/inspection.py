@@ -16,6 +16,7 @@ from toolkit.data.splits import mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
+from toolkit.tools.doctor.tile_advice import tile_advice
 from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
@@ -167,6 +168,9 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
                 small,
             )
         )
+    advice = tile_advice(split, plain, table.sizes_hw(), image_hw)
+    if advice:
+        result.findings.append(Finding("note", "tiles", advice))
     sizes = np.sqrt(sides.prod(axis=1))
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     boxes = np.bincount(plain.labels, minlength=classes)

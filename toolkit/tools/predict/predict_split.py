@@ -11,20 +11,22 @@ from torch.utils.data import DataLoader
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.least_size import least_size_of
-from toolkit.data.pipeline import val_transform, validation_loader
+from toolkit.data.pipeline import processor_size, val_transform, validation_loader
 from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
+from toolkit.data.tiles import Tiling
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
-from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
+from toolkit.run.predict_pictures import predict_pictures
 from toolkit.run.settings import DataConfig
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
 from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
+from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, judged_in_tiles
 from toolkit.tools.predictions_file import read_about, read_predictions
 
 
@@ -37,12 +39,15 @@ class SplitOptions:
         image_dir, format: see `data.image_dir` and `data.format`.
         path: folder or hub name of another data set, see `data.path` and `data.name`; `split` is then one of its
             splits.
+        tile, overlap: see `chosen_tiling`.
     """
 
     split: str | None = None
     image_dir: str | Sequence[str] | None = None
     format: str | None = None
     path: str | None = None
+    tile: int | None = None
+    overlap: float | None = None
 
 
 @dataclass
@@ -103,6 +108,9 @@ def open_any(
     folder, data, table = _data_of(source, {}, options, accelerator.print)
     predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
     about = {"detector": predictor.source, "data": data}
+    tiling = chosen_tiling(options.tile, options.overlap, data_settings_of(source), predictor.size)
+    if tiling is not None:
+        predictor = judged_in_tiles(predictor, tiling)
     if predictor.predicates:
         accelerator.print(f"{source}: only its boxes are measured; evaluate.py RUN and export.py measure relations")
     return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
@@ -139,9 +147,13 @@ def predict_run(
         raise BadInput(f"the data has classes {table.class_names}, the run {names}")
     has_losses = same and table.num_boxes().any()  # a test split without annotations has none
     kept = max_detections or evaluated_detections(config, detector)
-    result = predict_dataset(
+    size = processor_size(*(config["data"][key] for key in ("image_size", "scales", "max_size")))
+    tiling = chosen_tiling(options.tile, options.overlap, config["data"], size)
+    if tiling is not None and getattr(detector, "predicates", None):
+        raise BadInput(f"--tile {options.tile}: relations of a scene graph cannot be merged; leave it out")
+    result = predict_pictures(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
-        _loader(table, config, detector.stride, device),
+        _loader(table, config, detector.stride, device, tiling),
         device,
         step=run.checkpoint.step,
         loss_weights=_loss_weights(run, detector).to(device) if has_losses else None,
@@ -152,7 +164,8 @@ def predict_run(
     by_image = result.by_image
     predictions = by_image
     if not same:
-        predictions = {key: relabelled(prediction, labels, kept) for key, prediction in by_image.items()}
+        most = kept if tiling is None else None  # of a picture in windows all are kept
+        predictions = {key: relabelled(prediction, labels, most) for key, prediction in by_image.items()}
     of_graphs = {key: evaluation[key] for key in GRAPH_EVAL_SETTINGS if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {
@@ -162,11 +175,14 @@ def predict_run(
         "protocol": evaluation.get("protocol", "original"),
     }
     batch = f"in batches of {evaluation['batch_size_per_device']} on {device.type}"
-    speed = f"{result.image_ms:.1f} ms an image, from pixels to detections, {batch}"
+    one = "an image" if tiling is None else f"a window ({tiling})"
+    speed = f"{result.image_ms:.1f} ms {one}, from pixels to detections, {batch}"
     return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
 
 
-def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.device) -> DataLoader:
+def _loader(
+    table: DetectionTable, config: Mapping, stride: int, device: torch.device, tiling: Tiling | None
+) -> DataLoader:
     """Return a loader of a table with the image and batch sizes of a run's evaluations; config: the run's settings."""
     data = config["data"]
     settings = SimpleNamespace(**{**asdict(DataConfig()), **data})  # what an older run lacks has its default
@@ -178,6 +194,7 @@ def _loader(table: DetectionTable, config: Mapping, stride: int, device: torch.d
         stride=stride,
         pin=device.type == "cuda",
         least_size=least_size_of(settings),
+        tiling=tiling,
     )
 
 

@@ -45,7 +45,7 @@ class Predictor:
             argument, `boxes (N, 4)` and `labels (N,)` of each image. None: it finds boxes itself.
         thresholds: the scores that the run's report recommends, by class name, and under "" the one for all classes;
             None: the run has no report.
-        max_detections: number of detections of an image, over all classes, that an evaluation keeps.
+        max_detections: number of detections of an image, over all classes, that an evaluation keeps; None: all.
         size: the size to which images are resized, see `input_hw`; None: it is not known.
     """
 
@@ -56,7 +56,7 @@ class Predictor:
     attributes: Sequence[str] = ()
     given: str | None = None
     thresholds: Mapping[str, float] | None = None
-    max_detections: int = 100
+    max_detections: int | None = 100
     size: Mapping[str, int] | None = None
 
     @property
@@ -382,10 +382,11 @@ def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tenso
     return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
 
 
-def relabelled(detections: Mapping, labels: Tensor, max_detections: int) -> Detections:
+def relabelled(detections: Mapping, labels: Tensor, max_detections: int | None) -> Detections:
     """Return the detections of an image with the labels of a data table.
 
-    Detections of classes that the table does not have are left out; of the others the best `max_detections` are kept.
+    Detections of classes that the table does not have are left out; of the others the best `max_detections` are kept,
+    or all if it is None.
 
     labels: result of `labels_in`.
     """

@@ -2,22 +2,77 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
+from toolkit.data.pipeline import tiling_of_run
+from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw, windows_of
 from toolkit.evaluation.predictions import Detections
+from toolkit.models.joined_windows import NMS_IOU, best_of_classes, join_windows
 from toolkit.models.nms import nms_by_label
+from toolkit.run.open_run import run_folder_of
+from toolkit.run.settings_check import type_faults
+from toolkit.run.settings_file import CONFIG_FILE, GROUPS, read_groups
 from toolkit.tools.predict.prediction import Predictor
 
-MIN_CONTAINED_SHARE = 0.8  # share of a box inside another one of its class from which it counts as a part of that
-MIN_SCORE_RATIO = 0.25  # of such another box to the box: a weak box does not remove a good part
-BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
+DEFAULT_OVERLAP = Tiling.overlap
 
 
-def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float = 0.5, batch_size: int = 8):
+def data_settings_of(source: str | Path) -> Mapping:
+    """Return the group `data` of the settings of the run that a file or folder belongs to; {} if it belongs to none.
+
+    Raises BadInput: the settings of the run cannot be read.
+    """
+    try:
+        folder = run_folder_of(Path(source).expanduser())
+    except BadInput:
+        return {}
+    path = folder / CONFIG_FILE
+    data = read_groups(path).get("data") or {}  # the group alone: another detector's class need not be imported for it
+    faults = type_faults({"data": data}, GROUPS, str(path))
+    if faults:
+        raise BadInput(faults)
+    return data
+
+
+def chosen_tiling(
+    tile: int | None, overlap: float | None, data: Mapping, size: Mapping[str, int] | None
+) -> Tiling | None:
+    """Return the way in which pictures are cut for a prediction; None: they are not.
+
+    Args:
+        tile: longer side of the tiles in pixels; 0: whole pictures; None: as the run was trained.
+        overlap: share of a side that neighbours have in common; None: as the run was trained, else 0.2.
+        data: the group `data` of the settings of the run; {} without a run.
+        size: what images are resized to, in the format of `toolkit.data.pipeline.processor_size`.
+
+    Raises BadInput: a tile or an overlap that cannot be.
+    """
+    trained = tiling_of_run(data, size)
+    if overlap is None:
+        overlap = DEFAULT_OVERLAP if trained is None else trained.overlap
+    chosen = tile or 0
+    if chosen < 0 or not 0 <= overlap <= MAX_OVERLAP:
+        raise BadInput(
+            f"--tile {chosen} --overlap {overlap}: expected a side in pixels, or 0 for whole pictures, and 0 to "
+            f"{MAX_OVERLAP} of a tile"
+        )
+    if tile is None:
+        return None if trained is None else replace(trained, overlap=overlap)
+    return None if tile == 0 else Tiling(tile_hw(tile, size), overlap)
+
+
+def tiled(
+    predictor: Predictor,
+    tile: int,
+    overlap: float = DEFAULT_OVERLAP,
+    nms_iou: float = NMS_IOU,
+    batch_size: int = 8,
+) -> Predictor:
     """Return a copy of a predictor that predicts on overlapping tiles of each image and merges the detections.
 
     An image that fits into one tile is predicted on as a whole. Every tile is resized to the size that the detector was
@@ -35,40 +90,60 @@ def tiled(predictor: Predictor, tile: int, overlap: float = 0.2, nms_iou: float 
     Raises:
         BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model.
     """
-    if tile < 1 or not 0 <= overlap <= 0.9:
-        raise BadInput(f"--tile {tile} --overlap {overlap}: expected at least one pixel, and 0 to 0.9 of a tile")
+    if tile < 1 or not 0 <= overlap <= MAX_OVERLAP:
+        expected = f"expected at least one pixel, and 0 to {MAX_OVERLAP} of a tile"
+        raise BadInput(f"--tile {tile} --overlap {overlap}: {expected}")
+    return tiled_as(predictor, tile_hw(tile, predictor.size), overlap, nms_iou, batch_size)
+
+
+def tiled_as(
+    predictor: Predictor,
+    window_hw: tuple[int, int],
+    overlap: float = DEFAULT_OVERLAP,
+    nms_iou: float = NMS_IOU,
+    batch_size: int = 8,
+) -> Predictor:
+    """Return a predictor as `tiled` does, that runs on windows of the height and width `window_hw` in pixels.
+
+    Raises BadInput: a scene-graph detector.
+    """
     _refuse_graphs(predictor, "--tile")
-    rows, columns = tile_hw(tile, predictor.size)
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         return [one(image, score_threshold) for image in images]
 
     def one(image: Tensor, score_threshold: float) -> Detections:
-        height, width = image.shape[-2:]
-        corners = [(x, y) for y in starts(height, rows, overlap) for x in starts(width, columns, overlap)]
+        size_hw = image.shape[-2:]
+        windows = windows_of(size_hw, window_hw, overlap)
         parts = []
-        cut = []
-        for first in range(0, len(corners), batch_size):
-            some = corners[first : first + batch_size]
-            cuts = [image[:, y : y + rows, x : x + columns] for x, y in some]
-            for (x, y), detections in zip(some, predictor.predict(cuts, score_threshold), strict=True):
-                boxes = detections["boxes"]
-                right, bottom = min(width, x + columns), min(height, y + rows)
-                space = torch.cat(
-                    [boxes[:, :2], torch.tensor([right - x, bottom - y]) - boxes[:, 2:]],
-                    dim=1,
-                )
-                inner = torch.tensor([x > 0, y > 0, right < width, bottom < height])  # borders between tiles
-                cut.append(((space <= BORDER_SHARE * tile) & inner).any(1))
-                parts.append(
-                    {
-                        **detections,
-                        "boxes": boxes + torch.tensor([x, y, x, y], dtype=boxes.dtype),
-                    }
-                )
-        return merged(parts, nms_iou, torch.cat(cut))
+        for first in range(0, len(windows), batch_size):
+            some = windows[first : first + batch_size].tolist()
+            cuts = [image[:, top:bottom, left:right] for left, top, right, bottom in some]
+            parts += predictor.predict(cuts, score_threshold)
+        return join_windows(parts, windows, size_hw, max(window_hw), nms_iou)
 
     return replace(predictor, predict=predict)
+
+
+def judged_in_tiles(predictor: Predictor, tiling: Tiling) -> Predictor:
+    """Return a predictor whose detections are those of an evaluation in tiles, see `predict_pictures` of `toolkit.run`.
+
+    `max_detections` of the predictor count in each window, and as many of each class in a picture.
+
+    Raises BadInput: a scene-graph detector.
+    """
+    most = predictor.max_detections
+
+    def of_windows(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
+        found = predictor.predict(images, score_threshold)
+        return [{key: value[:most] for key, value in each.items()} for each in found]
+
+    whole = tiled_as(replace(predictor, predict=of_windows), tiling.tile_hw, tiling.overlap)
+
+    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
+        return [best_of_classes(found, most) for found in whole.predict(images, score_threshold)]
+
+    return replace(predictor, predict=predict, max_detections=None)
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
@@ -92,75 +167,6 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
         return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
 
     return replace(predictor, predict=predict)
-
-
-def tile_hw(tile: int, size: Mapping[str, int] | None) -> tuple[int, int]:
-    """Return the (height, width) in pixels of tiles with a longer side of `tile` pixels.
-
-    Tiles have the aspect ratio of `size`, or are squares if `size` has no height and width.
-    """
-    size = size or {}
-    height, width = size.get("height", 1), size.get("width", 1)
-    longer = max(height, width)
-    return tuple(max(1, round(tile * side / longer)) for side in (height, width))
-
-
-def starts(length: int, tile: int, overlap: float) -> list[int]:
-    """Return the positions in pixels at which tiles begin along one side of an image.
-
-    They are evenly spaced, and the last tile ends with the image.
-
-    Args:
-        length: side of the image in pixels.
-        tile: side of a tile in pixels.
-        overlap: smallest overlap of neighbouring tiles, as a fraction of `tile`.
-    """
-    if length <= tile:
-        return [0]
-    step = max(1, int(tile * (1 - overlap)))
-    count = -(-(length - tile) // step) + 1
-    return [round(i * (length - tile) / (count - 1)) for i in range(count)]
-
-
-def merged(parts: Sequence[Detections], nms_iou: float, cut: Tensor | None = None) -> Detections:
-    """Merge several sets of detections of one image by class-wise NMS; the result is sorted, best first.
-
-    Args:
-        nms_iou: IoU above which the worse of two boxes of a class is dropped.
-        cut: (K,) bool for the K boxes of all parts together: whether a border between tiles cuts off the box. Such a
-            box is dropped if another box of its class contains most of it. None: no box is cut off.
-    """
-    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
-    if cut is not None and cut.any():
-        keep = ~(cut & _inside_another(joined, cut))
-        joined = {key: value[keep] for key, value in joined.items()}
-    kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
-    return {key: value[kept] for key, value in joined.items()}
-
-
-def _inside_another(detections: Detections, cut: Tensor) -> Tensor:
-    """Return (K,) bool: True for a box that is cut off if another box of its class contains `MIN_CONTAINED_SHARE` of
-    it, is not cut off itself or is larger, and has at least `MIN_SCORE_RATIO` of its score.
-
-    Computed class by class, because all pairs of the detections in a hundred tiles would take gigabytes.
-    """
-    boxes = detections["boxes"]
-    scores = detections["scores"]
-    inside = torch.zeros_like(cut)
-    area = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
-    for label in detections["labels"][cut].unique():
-        of_class = detections["labels"] == label
-        parts = (of_class & cut).nonzero()[:, 0]
-        others = of_class.nonzero()[:, 0]
-        low = torch.maximum(boxes[parts, None, :2], boxes[None, others, :2])
-        high = torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:])
-        shared = (high - low).clamp(min=0).prod(-1)  # (parts, others)
-        is_contained = shared >= MIN_CONTAINED_SHARE * area[parts, None]
-        is_whole = ~cut[None, others] | (area[None, others] > area[parts, None])
-        is_as_sure = scores[None, others] >= MIN_SCORE_RATIO * scores[parts, None]
-        is_another = parts[:, None] != others
-        inside[parts] = (is_contained & is_whole & is_as_sure & is_another).any(1)
-    return inside
 
 
 def _averaged(parts: Sequence[Detections], nms_iou: float) -> Detections:

@@ -9,6 +9,7 @@ from math import ceil
 
 import numpy as np
 
+from toolkit.data.pipeline import processor_size, tiling_of_run
 from toolkit.tools.report.explain import explain_zero_ap
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import series
@@ -189,9 +190,12 @@ def _small_objects(judged, data) -> Advice | None:
     seen = ""
     flag = "Give larger images to the network: --data.image_size, or --data.scales."
     if data.get("image_size"):
-        scale = _resize_factors(m.sizes_hw[m.truth.image_index[small]], data)
+        shown_hw = _shown_sizes(m.sizes_hw[m.truth.image_index[small]], data)
+        scale = _resize_factors(shown_hw, data)
         side = float(np.median(np.sqrt(m.truth.area[small]) * scale))
-        flag = f"Give larger images to the network: --data.image_size (now {data['image_size']}), or --data.scales."
+        flag = f"Give larger images to the network: --data.image_size (now {data['image_size']}), or --data.scales; "
+        flag += "or smaller parts of large pictures: --data.tile"
+        flag += "." if data.get("tile") is None else f" (now {data['tile']})."
         seen = f" At the size the network sees, half of them are smaller than {side:.0f} pixels."
         if side > 2 * FEW_PIXELS:
             return None
@@ -201,6 +205,13 @@ def _small_objects(judged, data) -> Advice | None:
         f"larger ones up to {larger:.3f}.{seen}",
         flag,
     )
+
+
+def _shown_sizes(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
+    """Return the sizes of what is resized for the network: windows of the pictures (N, 2), or all of them."""
+    size = processor_size(data["image_size"], data.get("scales"), data.get("max_size", 1333))
+    tiling = tiling_of_run(data, size)
+    return sizes_hw if tiling is None else np.minimum(sizes_hw, tiling.tile_hw)
 
 
 def _resize_factors(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:

@@ -1,0 +1,132 @@
+"""Geometry of the windows that large pictures are cut into: where they lie, and what of each box is in them.
+
+A window is left, top, right and bottom in whole pixels of its picture. Training (`data.tile`) and prediction
+(`scripts/predict.py --tile`) cut pictures by the same functions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.base.errors import BadInput
+
+MAX_OVERLAP = 0.9  # of a side; beyond it a picture has a hundred times as many windows as without overlap
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The way in which pictures are cut.
+
+    tile_hw: height and width of a window in pixels; a picture that is smaller has smaller windows.
+    overlap: share of a side that neighbours have in common at least, 0 to 0.9.
+    visible: share of a box, from 0 to 1, that a window must show for the box to be an object in it.
+
+    Raises BadInput: a value outside these limits.
+    """
+
+    tile_hw: tuple[int, int]
+    overlap: float = 0.2
+    visible: float = 0.25
+
+    def __post_init__(self):
+        faults = []
+        if len(self.tile_hw) != 2 or min(self.tile_hw) < 1:
+            faults.append(f"data.tile is {list(self.tile_hw)}; expected a side or [height, width], in pixels above 0")
+        if not 0 <= self.overlap <= MAX_OVERLAP:
+            faults.append(f"data.tile_overlap is {self.overlap}; expected the share of a tile from 0 to {MAX_OVERLAP}")
+        if not 0 <= self.visible <= 1:
+            faults.append(f"data.tile_visible is {self.visible}; expected the share of a box from 0 to 1")
+        if faults:
+            raise BadInput(faults)
+
+    def windows(self, size_hw: Sequence[int]) -> np.ndarray:
+        """Return `windows_of` a picture of this height and width in pixels."""
+        return windows_of(size_hw, self.tile_hw, self.overlap)
+
+    def __str__(self) -> str:
+        height, width = self.tile_hw
+        return f"tile{height}x{width}-overlap{self.overlap:g}-visible{self.visible:g}"
+
+
+def tile_hw(tile: int | Sequence[int], size: Mapping[str, int] | None) -> tuple[int, int]:
+    """Return the (h, w) in pixels of windows.
+
+    Args:
+        tile: their longer side in pixels; or [height, width], which is returned as it is.
+        size: what images are resized to, in the format of `toolkit.data.pipeline.processor_size`; windows whose longer
+            side is given have its aspect ratio if it has one, and are squares otherwise.
+    """
+    if not isinstance(tile, int):
+        return tuple(int(side) for side in tile)
+    size = size or {}
+    height = size.get("height", 1)
+    width = size.get("width", 1)
+    longer = max(height, width)
+    return max(1, round(tile * height / longer)), max(1, round(tile * width / longer))
+
+
+def starts(length: int, tile: int, overlap: float) -> list[int]:
+    """Return where windows begin along a side of `length` pixels: evenly spaced, the last one ends with the picture.
+
+    tile: pixels of a window along this side. overlap: share of it that neighbours have in common at least.
+    """
+    if length <= tile:
+        return [0]
+    step = max(1, int(tile * (1 - overlap)))
+    count = -(-(length - tile) // step) + 1
+    return [round(i * (length - tile) / (count - 1)) for i in range(count)]
+
+
+def windows_of(size_hw: Sequence[int], tile_hw: Sequence[int], overlap: float) -> np.ndarray:
+    """Return the windows of a picture, (W, 4) int64 xyxy in pixels, row by row from the top.
+
+    Every pixel is in at least one window, and none reaches beyond the picture. A picture that is smaller than a window
+    along a side has one window along it, of its own length.
+
+    Args:
+        size_hw: height and width of the picture in pixels.
+        tile_hw: height and width of a window in pixels.
+        overlap: share of a side that neighbours have in common at least.
+    """
+    height, width = map(int, size_hw)
+    rows, columns = tile_hw
+    windows = []
+    for top in starts(height, rows, overlap):
+        for left in starts(width, columns, overlap):
+            windows.append([left, top, min(width, left + columns), min(height, top + rows)])
+    return np.array(windows, np.int64).reshape(-1, 4)
+
+
+def clip_to_windows(boxes_xyxy: np.ndarray, windows_xyxy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what windows show of boxes: the boxes in pixels of the windows, and the shares of them that remain.
+
+    A box that is whole in its window keeps its size and has the share 1. Of a box that is not in its window at all a
+    box without an area is returned, with the share 0.
+
+    Args:
+        boxes_xyxy: (..., 4) float64 in pixels of the picture.
+        windows_xyxy: (..., 4) in pixels of the picture; the two shapes broadcast.
+
+    Returns boxes (..., 4) float64, and shares (...) float64 of their areas, from 0 to 1.
+    """
+    low = np.maximum(boxes_xyxy[..., :2], windows_xyxy[..., :2])
+    high = np.minimum(boxes_xyxy[..., 2:], windows_xyxy[..., 2:])
+    high = np.maximum(low, high)
+    whole_area = (boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]).prod(-1)
+    shown_area = (high - low).prod(-1)
+    shown = np.concatenate([low, high], axis=-1)
+    share = shown_area / np.maximum(whole_area, np.finfo(np.float64).tiny)
+    return to_window(shown, windows_xyxy), np.minimum(share, 1.0)
+
+
+def to_window(boxes_xyxy: np.ndarray, windows_xyxy: np.ndarray) -> np.ndarray:
+    """Return boxes (..., 4), given in pixels of a picture, in pixels of windows (..., 4) of it, without clipping."""
+    corner = windows_xyxy[..., :2]
+    return boxes_xyxy - np.concatenate([corner, corner], axis=-1)
+
+
+def to_picture(boxes_xyxy: np.ndarray, windows_xyxy: np.ndarray) -> np.ndarray:
+    """Return boxes (..., 4), given in pixels of windows (..., 4), in pixels of the picture: undoes `to_window`."""
+    corner = windows_xyxy[..., :2]
+    return boxes_xyxy + np.concatenate([corner, corner], axis=-1)
