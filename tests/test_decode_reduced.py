@@ -359,5 +359,6 @@ def test_no_augmentation_asks_for_more_than_is_foreseen(name, image_hw, monkeypa
 def test_what_uses_images_in_their_own_size_gets_them_whole():
     assert least_size_of(config(decode="full")) is None
     assert least_size_of(config(mixup=True)) is None
+    assert least_size_of(config(tile=640)) is None, "windows lie in pixels of the whole picture"
     assert least_size_of(config(augment=["RandomHorizontalFlip"])) is None
     assert least_size_of(config(mosaic=0.5)) == least_size_of(config()) == LeastSize((32, 32))

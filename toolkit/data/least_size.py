@@ -41,13 +41,14 @@ class LeastSize:
 def least_size_of(c: Any) -> LeastSize | None:
     """Return the rule by which the images of a training and of its evaluations are decoded; None: all are whole.
 
-    They are whole with `decode` full; with `mixup`, which places two images on one canvas in the sizes that they have;
-    and with `augment`, whose transforms may cut any part of an image, or one of a number of pixels.
+    They are whole with `decode` full; with `tile`, whose windows lie in pixels of the whole picture; with `mixup`,
+    which places two images on one canvas in the sizes that they have; and with `augment`, whose transforms may cut any
+    part of an image, or one of a number of pixels.
 
     Args:
         c: settings with the names of `toolkit.run.settings.DataConfig`.
     """
-    if c.decode == "full" or c.mixup or c.augment:
+    if c.decode == "full" or c.tile is not None or c.mixup or c.augment:
         return None
     smallest_crop = SMALLEST_IOU_CROPS[c.recipe] if c.iou_crop else 1.0
     if not c.scales:

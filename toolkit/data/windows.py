@@ -158,10 +158,11 @@ class WindowTable(DetectionTable):
         """Return the place of the whole picture, or its encoded bytes."""
         return self.pictures.image_source(self.pictures.row(row["picture"]))
 
-    def decode_image(self, row: Mapping) -> Tensor:
+    def decode_image(self, row: Mapping, least_hw: tuple[int, int] | None = None) -> Tensor:
         """Return the pixels of the window of a row, uint8 (3, H, W); see `DetectionTable.decode_image`.
 
-        The pictures that were decoded last are kept, see `DecodedPictures`.
+        The pictures that were decoded last are kept, see `DecodedPictures`. They are decoded whole, whatever `least_hw`
+        is, because windows lie in pixels of the whole picture.
         """
         index = row["picture"]
         picture = self.decoded.get(index, lambda: self.pictures.decode_image(self.pictures.row(index)))
@@ -173,7 +174,10 @@ class WindowTable(DetectionTable):
     def identity(self) -> dict[str, str | int]:
         """As of `DetectionTable`; no file has these rows."""
         boxes = int(self.num_boxes().sum())
-        return {"fingerprint": self.fingerprint, "file": "", "images": len(self), "boxes": boxes}
+        identity = {"fingerprint": self.fingerprint, "file": "", "images": len(self), "boxes": boxes}
+        if self.class_map:
+            identity["classes"] = dict(self.class_map)
+        return identity
 
     def __str__(self) -> str:
         height, width = self.tiling.tile_hw
@@ -199,6 +203,7 @@ def windows_of_table(pictures: DetectionTable, tiling: Tiling) -> WindowTable:
         fingerprint=f"{pictures.fingerprint}-{tiling}",
         max_image_pixels=pictures.max_image_pixels,
         sets=pictures.sets,
+        class_map=pictures.class_map,
         pictures=pictures,
         tiling=tiling,
     )

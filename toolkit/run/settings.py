@@ -226,8 +226,8 @@ class DataConfig:
     decode: Literal["full", "reduced"] = "full"
     """How JPEGs are decoded for training and evaluation. full: in their own size; reduced: at 1/2, 1/4 or 1/8 of their
     sides where these are large enough, which is faster and changes pixels a little. An image keeps at least 1.5 times
-    the size that the settings of `data` can ask for. Images of other formats, and all images with `data.mixup` or
-    `data.augment`, which use them in their own size, are decoded in full."""
+    the size that the settings of `data` can ask for. Images of other formats, and all images with `data.tile`,
+    `data.mixup` or `data.augment`, which use them in their own size, are decoded in full."""
     keep_images_without_relations: bool = False
     """Visual Genome: also train on images that have boxes but no relations, as is useful for detectors; validation and
     test images do not change."""

@@ -181,7 +181,7 @@ def predict_run(
 
 
 def _loader(
-    table: DetectionTable, config: Mapping, stride: int, device: torch.device, tiling: Tiling | None
+    table: DetectionTable, config: Mapping, stride: int, device: torch.device, tiling: Tiling | None = None
 ) -> DataLoader:
     """Return a loader of a table with the image and batch sizes of a run's evaluations; config: the run's settings."""
     data = config["data"]
