@@ -245,6 +245,25 @@ def test_one_image_of_one_class_goes_through_a_map_of_one_cell():
     assert all(bool(loss.isfinite()) and loss > 0 for loss in losses.values())
 
 
+def test_a_level_behind_a_map_of_one_pixel_has_no_gradient_where_the_padding_is():
+    """In bfloat16 too: there, CPUs with instructions for it return what was in the memory before."""
+    model = detector("ssd", strides=[16, 32, 64, 128], channels=[16, 16, 64, 128]).train()
+    convolution = model.extra[-1][1][0]
+    assert convolution.kernel_size == (3, 3)
+    images, sizes = batch_of(2, (64, 64))
+    for _ in range(10):
+        spoilt = [torch.full((2**k,), torch.nan) for k in range(8, 18)]  # what is allocated next may be found there
+        del spoilt
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(images, sizes)
+        (outputs["logits"].float().square().sum() + outputs["offsets"].float().square().sum()).backward()
+        gradient = convolution.weight.grad.clone()
+        assert gradient[:, :, 1, 1].isfinite().all() and gradient[:, :, 1, 1].any()
+        gradient[:, :, 1, 1] = 0
+        assert not gradient.any()
+
+
 def gradients(micro_batches: list[list[int]]) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of the window, this rank taking its share of every micro-batch; averaged over ranks as DDP."""
     rank, world_size = world()

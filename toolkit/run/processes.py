@@ -31,9 +31,9 @@ RESTARTABLE = "restartable://"  # an `init_method` of torch
 def _store_of_this_start(url: str, **options) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield torchrun's store with keys that are new for each restart (`--max-restarts`), with rank and world size.
 
-    torchrun keeps the keys of earlier starts, so a fast process would connect to the old address of a slower one, see
-    https://github.com/pytorch/pytorch/issues/135712. This works on one machine only, because several machines count
-    their restarts differently.
+    The store of torchrun keeps the keys of earlier starts, so that a fast process would connect to the old address of a
+    slower one, see https://github.com/pytorch/pytorch/issues/135712. This works on one machine only, because several
+    machines count their restarts differently.
     """
     store, rank, world_size = next(dist.rendezvous("env://", **options))
     yield dist.PrefixStore(f"start_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store), rank, world_size

@@ -173,7 +173,7 @@ class SSD(Detector):
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype)
         features = list(self.backbone(pixels))
         for layer in self.extra:
-            features.append(layer(features[-1]))
+            features.append(self._next_map(layer, features[-1]))
         flat = []
         for head, feature in zip(self.heads, features, strict=True):
             of_cells = head(feature).permute(0, 2, 3, 1)  # (B, H, W, anchors * outputs)
@@ -186,6 +186,18 @@ class SSD(Detector):
             "anchors": anchors,
             "image_hw": image_hw,
         }
+
+    def _next_map(self, layer: nn.Module, feature: Tensor) -> Tensor:
+        """Return the feature map of an extra level from that of the level before it.
+
+        In training on a CPU, the level after a map of one pixel is computed in float32: the weight gradient of a
+        strided 3 x 3 convolution of one pixel in bfloat16 has values from memory that was never written (oneDNN in
+        torch 2.14, on CPUs with AVX512-BF16).
+        """
+        if self.training and feature.device.type == "cpu" and feature.shape[-2:] == (1, 1):
+            with torch.autocast("cpu", enabled=False):
+                return layer(feature.float())
+        return layer(feature)
 
     @torch.compiler.disable
     @torch.no_grad()
