@@ -172,7 +172,7 @@ class WindowTable(DetectionTable):
 
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
-        """As of `DetectionTable`; no file has these rows."""
+        """Return JSON values that describe this table, see `DetectionTable.identity`; no file has its rows."""
         boxes = int(self.num_boxes().sum())
         identity = {"fingerprint": self.fingerprint, "file": "", "images": len(self), "boxes": boxes}
         if self.class_map:
