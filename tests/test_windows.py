@@ -86,6 +86,7 @@ def test_a_tiling_names_all_that_is_wrong_with_it():
     ]  # fmt: skip
     assert tile_hw([30, 40], {"height": 1, "width": 9}) == (30, 40)
     assert len(Tiling((640, 640)).windows((1500, 2000))) == 3 * 4
+    assert (Tiling.overlap, Tiling.visible) == (DataConfig.tile_overlap, DataConfig.tile_visible)
 
 
 def noise(folder, sizes=((90, 120), (40, 50)), boxes=6):

@@ -13,7 +13,7 @@ TILES = ("--data.tile", 40, "--data.tile_visible", 0.4, "--data.tile_empty", 0.5
 def tiled(server, script, settings, once):
     """(arguments but the name, folder of an uninterrupted run of six steps on windows of 40 x 40 px of 64 x 64 px)."""
     if script.name == "train_sgg":
-        pytest.skip("relations are refused")
+        pytest.skip("data.tile refuses scene graphs, whose relations windows cut apart")
     args = settings(*TILES, "--run.max_steps", 6, "--run.eval_every", 3, "--run.save_every", 2, "--run.epochs", 2,
                     "--data.workers", 2, "--run.resume", "latest", "--run.keep", 1, "--eval.pictures", 2)  # fmt: skip
 

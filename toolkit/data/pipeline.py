@@ -214,7 +214,7 @@ def loader_of_settings(
         _check_streamed(c, augmented)
     pictures = None
     if c.tile is not None:
-        table = windows_of_settings(table, c)
+        table = windows_of_table(table, tiling_of(c))
         pictures = table.picture_of_window
     groups = aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None
     repeats = None
@@ -272,11 +272,6 @@ def tiling_of_run(settings: Mapping[str, Any], size: Mapping[str, int]) -> Tilin
         settings.get("tile_overlap", Tiling.overlap),
         settings.get("tile_visible", Tiling.visible),
     )
-
-
-def windows_of_settings(table: DetectionTable, c: Any) -> WindowTable:
-    """Return the windows of the pictures of a table, for settings as of `tiling_of` that cut pictures."""
-    return windows_of_table(table, tiling_of(c))
 
 
 def _without_empty(windows: WindowTable, share: float, repeats: np.ndarray | None) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from toolkit.base.batch import dicts_to_host
+from toolkit.base.batch import Batch, dicts_to_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.base.memory import EVALUATION_NEEDS_LESS, naming_the_batch
 from toolkit.step.execution import in_float32
@@ -88,9 +88,7 @@ def predict_dataset(
                     # Some models return the outputs for their loss only with targets.
                     given = None if loss_weights is None else moved.targets
                     outputs = detector(moved.images, moved.sizes, given)
-                    orig_sizes = torch.stack([target["orig_size"] for target in moved.targets])
-                    detections = detector.postprocess(outputs, moved.sizes, orig_sizes, score_threshold, top_k)
-                    kept = [detector.to_keep(each) for each in dicts_to_host(detections)]
+                    kept = _detections(detector, outputs, moved, score_threshold, top_k)
                     batch_ms = 1e3 * (time.perf_counter() - began)
                     if loss_weights is not None:
                         sums.add(outputs, moved.targets, detector.denominators(batch.targets))
@@ -109,6 +107,13 @@ def predict_dataset(
     by_image = gather_by_image(handed_over)
     image_ms = statistics.median(times) if times else math.nan
     return Predictions(by_image, losses, 0, image_ms)
+
+
+def _detections(detector: nn.Module, outputs: Mapping, batch: Batch, score_threshold: float, top_k: int) -> list[dict]:
+    """Return what an evaluation keeps of each image's detections, on the host."""
+    orig_sizes = torch.stack([target["orig_size"] for target in batch.targets])
+    detections = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, top_k)
+    return [detector.to_keep(each) for each in dicts_to_host(detections)]
 
 
 def _warn_of_memory(say: Callable[[str], object], description: str, items: Sequence, images: int) -> None:

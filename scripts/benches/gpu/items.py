@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ class Items:
         yield from _speed_rows("", ours)
         peers = PEERS.get(script, {}) if mode in ("TF32", "bf16") else {}
         for peer, loop in peers.items():
-            other = self._measured(script, arguments, MODES[mode], _with(self.timed, loop=loop))
+            other = self._measured(script, arguments, MODES[mode], replace(self.timed, loop=loop))
             yield from _speed_rows(f"{peer}, ", other)
             yield row(f"ours / {peer}", ours["images_per_s"] / other["images_per_s"], "x")
 
@@ -221,11 +222,6 @@ class Items:
         --run.name oom --run.precision no --run.output_dir""".split()
         words = [SCRIPTS / "train_detr.py", *self.recipe("train_detr"), *given, self.trainings.scratch]
         yield _timed("a batch of 500", words, "out of memory|Lower", expected=2)
-
-
-def _with(plan: Plan, **changed) -> Plan:
-    """Return the plan with another loop."""
-    return Plan(**(vars(plan) | changed))
 
 
 def _speed_rows(of: str, measured: Mapping) -> list[dict]:
