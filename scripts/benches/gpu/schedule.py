@@ -21,7 +21,7 @@ from toolkit.tools.shapes import ensure_shapes
 
 from ..measuring import row
 from .items import MODES, RECIPES, Items
-from .trainings import Trainings
+from .trainings import Trainings, fork
 
 LIMIT_S = 440
 QUICK_FACTOR = 20  # seconds of an item at the sizes of a rehearsal, which has no GPU
@@ -123,17 +123,13 @@ def _prepare_in_a_fork() -> None:
 
     Raises BadInput: CUDA does not start there.
     """
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            ensure_shapes()
-            torch.zeros(1, device="cuda")
-            code = 0
-        except BaseException:  # noqa: BLE001  nothing of the parent's may run in the fork
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+
+    def prepare() -> int:
+        ensure_shapes()
+        torch.zeros(1, device="cuda")
+        return 0
+
+    pid = fork(prepare)
     if os.waitpid(pid, 0)[1]:
         raise BadInput("CUDA does not start in a fork of this process; the lines above say why")
 
@@ -180,18 +176,17 @@ class _Group:
         file = self.scratch / f"{folder.name}.jsonl"
         file.touch()
         ends_at = min(time.time() + item.seconds * self.factor, self.limit)
-        pid = os.fork()
-        if pid:
-            self.under_way[pid] = _UnderWay(item, time.time(), ends_at, file)
-            return
-        try:
+
+        def work() -> int:
             os.setsid()  # so that it is ended with the programs that it starts
             with self.log.open("a") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
             self._measure(item, folder, file)
-        finally:
-            os._exit(0)
+            return 0
+
+        pid = fork(work)
+        self.under_way[pid] = _UnderWay(item, time.time(), ends_at, file)
 
     def _new_rows(self, pid: int) -> Iterator[dict]:
         """Yield what an item has written since the last call; end it if its time is over."""

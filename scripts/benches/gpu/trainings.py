@@ -130,16 +130,28 @@ def _fork(
     script: str, words: Sequence[str], plan: Plan, folder: Path, output: Path, environment: Mapping[str, str]
 ) -> int:
     """Start a training in a fork and return its process id."""
+
+    def train() -> int:
+        file = os.open(output, os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ.update(environment)
+        return drive(folder, script, list(words), plan)
+
+    return fork(train)
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Call `work` in a fork of this process, which ends with the code that it returns, and return its process id.
+
+    If `work` raises, the fork prints the error and ends with the exit code of a SystemExit, else with 1.
+    """
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        file = os.open(output, os.O_CREAT | os.O_WRONLY)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.environ.update(environment)
-        code = drive(folder, script, list(words), plan)
+        code = work()
     except BaseException as error:  # noqa: BLE001  SystemExit too: nothing of the parent's may run in the fork
         traceback.print_exc()
         code = getattr(error, "code", 1)
