@@ -31,10 +31,18 @@ def peak_memory_mb() -> float:
 
 
 def describe_batch(batch: Batch) -> str:
-    """Describe the shapes, box counts and image ids of a batch, in one line."""
+    """Describe the shapes, box counts and image ids of a batch, in one line. Long lists are cut."""
     boxes = [len(target["boxes"]) for target in batch.targets]
     ids = [target["image_id"] for target in batch.targets]
-    return f"images {tuple(batch.images.shape)} uint8, {sum(boxes)} boxes {boxes}, image ids {ids}"
+    shape = tuple(batch.images.shape)
+    most = max(boxes, default=0)
+    return f"images {shape} uint8, {sum(boxes)} boxes, at most {most} in one; boxes {_cut(boxes)}, image ids {_cut(ids)}"
+
+
+def _cut(values: Sequence, shown: int = 16) -> str:
+    if len(values) <= shown:
+        return str(list(values))
+    return f"{list(values[:shown])} and {len(values) - shown} more"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torchvision.ops import nms
 from toolkit.base.batch import is_waited_for, rows_of, to_host
 from toolkit.base.box_ops import intersection_and_union
 
-ROUNDS_BEFORE_CHECK = 16  # before a check whether they were enough
+ROUNDS_BEFORE_CHECK = 32  # before a check whether they were enough; proposals of Faster R-CNN take 6 to 19
 USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
 MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
@@ -178,21 +178,27 @@ def sorted_nms(
     over = torch.cat(parts) if len(valid) else later[None][:0]  # (G, K, K): the row could suppress the column
     if labels is not None:
         over &= labels[:, :, None] == labels[:, None]
-    keep = valid
+    # Counts as a matrix product take one kernel a round, and one read of `over`, where `(over & keep).any()` takes
+    # three reads and writes. float16 is exact enough: a sum of ones is 0 or at least 1 in it.
+    exact = torch.float16 if is_waited_for(valid.device) else torch.float32
+    over = over.to(exact)
+    start = valid[:, None].to(exact)  # (G, 1, K)
+    keep = start
     settled = False
-    while not settled:
-        for _ in range(trust.rounds if trust else ROUNDS_BEFORE_CHECK):
-            before = keep
-            suppressed = (over & keep[:, :, None]).any(1)
-            keep = valid > suppressed  # valid and not suppressed, in one kernel
-            if not is_waited_for(keep.device) and torch.equal(before, keep):
+    with torch.autocast(valid.device.type, enabled=False):  # which would copy `over` in each round
+        while not settled:
+            for _ in range(trust.rounds if trust else ROUNDS_BEFORE_CHECK):
+                before = keep
+                # A box minus the kept boxes that suppress it: 1 if it is kept, else 0 or less.
+                keep = torch.baddbmm(start, keep, over, alpha=-1).clamp(min=0)
+                if not is_waited_for(keep.device) and torch.equal(before, keep):
+                    break
+            unsettled = (before != keep).any()
+            if trust:
+                trust.doubts.append(unsettled)
                 break
-        unsettled = (before != keep).any()
-        if trust:
-            trust.doubts.append(unsettled)
-            break
-        settled = not unsettled
-    return keep
+            settled = not unsettled
+    return keep[:, 0] > 0
 
 
 def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
@@ -202,7 +208,7 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     rounds suffice, and the copy shows whether they did. If not, `compute` is called again with more of both, and at
     last with a synchronisation after every few rounds.
     """
-    for rounds, width in ((ROUNDS_BEFORE_CHECK, USUAL_GROUP), (8 * ROUNDS_BEFORE_CHECK, MAX_GROUP)):
+    for rounds, width in ((ROUNDS_BEFORE_CHECK, USUAL_GROUP), (4 * ROUNDS_BEFORE_CHECK, MAX_GROUP)):
         trust = SuppressionTrust(rounds, width, [])
         token = _trust.set(trust)
         try:

@@ -80,10 +80,10 @@ def groups(gpus: int, long: bool, quick: bool) -> Iterator[list[Item]]:
     """Yield the groups, most valuable first. The items of one run side by side; a speed is measured alone."""
     first = ("train_faster_rcnn", "train_ssd", "train_yolov3", "train_sgg", "train_detr")
     for script in first:
-        yield [_speed(script, "bf16", 70 if script == "train_detr" else 45)]
-    exact = [Item(f"{script}, resumed", 70, lambda items, script=script: items.resumed(script)) for script in RECIPES]
-    exact += [Item(f"{script}, parity", 70, lambda items, script=script: items.parity(script)) for script in RECIPES]
-    yield [*exact, Item("moves", 70, Items.moves)]
+        yield [_speed(script, "bf16", 100 if script == "train_detr" else 60)]
+    exact = [Item(f"{script}, resumed", 130, lambda items, script=script: items.resumed(script)) for script in RECIPES]
+    exact += [Item(f"{script}, parity", 130, lambda items, script=script: items.parity(script)) for script in RECIPES]
+    yield [*exact, Item("moves", 130, Items.moves)]
     if gpus > 1:
         yield [Item("two GPUs", 70, Items.two_processes)]
         for script in RECIPES:
@@ -136,11 +136,12 @@ def _prepare_in_a_fork() -> None:
 
 @dataclass
 class _UnderWay:
-    """An item at work. file: where it writes its rows; read: how many of them were yielded."""
+    """An item at work. folder: of its trainings; file: where it writes its rows; read: how many were yielded."""
 
     item: Item
     began: float
     ends_at: float
+    folder: Path
     file: Path
     read: int = 0
 
@@ -156,6 +157,8 @@ class _Group:
         self.factor = QUICK_FACTOR if quick else 10 if long else 1
         self.quick = quick
         self.at_once = max(2, usable_cores() // 2)
+        side_by_side = min(self.at_once, len(items))
+        self.threads = max(1, usable_cores() // side_by_side)
         self.under_way: dict[int, _UnderWay] = {}
 
     def rows(self) -> Iterator[dict]:
@@ -179,6 +182,8 @@ class _Group:
 
         def work() -> int:
             os.setsid()  # so that it is ended with the programs that it starts
+            os.environ["OMP_NUM_THREADS"] = str(self.threads)  # of those programs
+            torch.set_num_threads(self.threads)
             with self.log.open("a") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
@@ -186,7 +191,7 @@ class _Group:
             return 0
 
         pid = fork(work)
-        self.under_way[pid] = _UnderWay(item, time.time(), ends_at, file)
+        self.under_way[pid] = _UnderWay(item, time.time(), ends_at, folder, file)
 
     def _new_rows(self, pid: int) -> Iterator[dict]:
         """Yield what an item has written since the last call; end it if its time is over."""
@@ -202,8 +207,20 @@ class _Group:
         work.read = len(lines)
         yield from map(json.loads, new)
         if is_late:
-            ended = row("not finished", math.nan, f"was ended after {time.time() - work.began:.0f} s")
+            said = self._kept_output(work)
+            ended = row("not finished", math.nan, f"was ended after {time.time() - work.began:.0f} s: {said}")
             yield json.loads(_line(work.item, ended))
+
+    def _kept_output(self, work: _UnderWay) -> str:
+        """Add to the log what the item's last training printed, and return the last line of it."""
+        outputs = sorted(work.folder.rglob("output_*.txt"), key=lambda path: path.stat().st_mtime_ns)
+        if not outputs:
+            return "no training had begun"
+        said = outputs[-1].read_text(errors="replace")
+        with self.log.open("a") as log:
+            log.write(f"---- {work.item.title}, when it was ended, {len(outputs)} trainings\n{said[-4000:]}\n")
+        last = said.strip().rpartition("\n")[2][-120:].replace("|", "/")
+        return f"training {len(outputs)} of it had printed last: {last}"
 
     def _measure(self, item: Item, folder: Path, file: Path) -> None:
         with file.open("a", buffering=1) as rows:
