@@ -68,7 +68,9 @@ def bench_gpu(
         log.parent.mkdir(parents=True, exist_ok=True)
         for group in groups(torch.cuda.device_count(), long, quick):
             group = [item for item in group if not words or any(word in item.title for word in words)]
-            if group and time.time() > limit - 8:
+            if not group:
+                continue
+            if time.time() > limit - 8:
                 left_out += [item.title for item in group]
                 continue
             yield from _Group(group, Path(scratch), log, limit, long, quick).rows()
