@@ -1,0 +1,253 @@
+"""Masks of objects: polygons and run lengths as COCO writes them, where they lie in an augmented image, and their pixels.
+
+A mask is a `Shape`: polygons, run lengths, or None if the object has no mask. Shapes stay as annotated until their
+pixels are needed. They are drawn by pycocotools, so that pixels, areas and IoU are those of COCO's evaluation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NONE = -1  # number of rings in the stored form: the object has no mask
+RUNS = -2  # of a mask that is run lengths
+
+Size = tuple[int, int]  # height, width in pixels
+
+
+class Rle(NamedTuple):
+    """A mask as COCO's compressed run lengths, column by column. size_hw: of the picture that it is drawn in."""
+
+    size_hw: Size
+    counts: bytes
+
+    def as_coco(self) -> dict:
+        """Return the dict that pycocotools' functions take."""
+        return {"size": list(self.size_hw), "counts": self.counts}
+
+
+Polygons = tuple[np.ndarray, ...]  # rings (P, 2) float64 of at least 3 corners each, x and y in pixels
+Shape = Polygons | Rle | None
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """The masks of N objects of one image, as annotated, and where they lie in the image as it is now.
+
+    shapes: of the N objects.
+    scale, shift: (N, 2) float64, for x and y: the point p of a shape is now at scale * p + shift. A negative scale
+        mirrors.
+    windows_xyxy: (N, 4) float64, in pixels of the image as it is now: only what lies inside is drawn.
+    """
+
+    shapes: Sequence[Shape]
+    scale: np.ndarray
+    shift: np.ndarray
+    windows_xyxy: np.ndarray
+
+    @classmethod
+    def of(cls, shapes: Sequence[Shape]) -> "Masks":
+        """Return the masks in the picture that was annotated."""
+        count = len(shapes)
+        everywhere = np.tile([-np.inf, -np.inf, np.inf, np.inf], (count, 1))
+        return cls(tuple(shapes), np.ones((count, 2)), np.zeros((count, 2)), everywhere)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, rows: Tensor | np.ndarray) -> "Masks":
+        """Return the masks that a bool mask (N,) or row numbers select."""
+        rows = np.arange(len(self))[np.asarray(rows)]
+        shapes = tuple(self.shapes[row] for row in rows)
+        return Masks(shapes, self.scale[rows], self.shift[rows], self.windows_xyxy[rows])
+
+    def resized(self, x: float, y: float) -> "Masks":
+        """Return the masks in the image after both axes are multiplied by these factors."""
+        factors = np.array([x, y])
+        windows = self.windows_xyxy * np.tile(factors, 2)
+        return replace(self, scale=self.scale * factors, shift=self.shift * factors, windows_xyxy=windows)
+
+    def moved(self, x: float, y: float) -> "Masks":
+        """Return the masks after every point is moved by (x, y) pixels."""
+        by = np.array([x, y], float)
+        return replace(self, shift=self.shift + by, windows_xyxy=self.windows_xyxy + np.tile(by, 2))
+
+    def mirrored(self, width: int) -> "Masks":
+        """Return the masks after the image, `width` pixels wide, is mirrored left to right."""
+        scale = self.scale * [-1, 1]
+        shift = self.shift * [-1, 1] + [width, 0]
+        left, top, right, bottom = self.windows_xyxy.T
+        windows = np.stack([width - right, top, width - left, bottom], axis=1)
+        return replace(self, scale=scale, shift=shift, windows_xyxy=windows)
+
+    def cut(self, left: float, top: float, right: float, bottom: float) -> "Masks":
+        """Return the masks of which nothing outside this region of the image is visible any more."""
+        low = np.maximum(self.windows_xyxy[:, :2], [left, top])
+        high = np.minimum(self.windows_xyxy[:, 2:], [right, bottom])
+        return replace(self, windows_xyxy=np.concatenate([low, high], axis=1))
+
+    def drawn(self, size_hw: Size) -> Tensor:
+        """Return the pixels of the masks in an image of this size, (N, H, W) uint8, 1 inside; 0 everywhere for None."""
+        pixels = np.zeros((len(self), *size_hw), np.uint8)
+        for row, shape in enumerate(self.shapes):
+            if shape is None:
+                continue
+            if isinstance(shape, Rle):
+                whole = _moved_pixels(bitmap(shape, shape.size_hw), self.scale[row], self.shift[row], size_hw)
+            else:
+                rings = tuple(ring * self.scale[row] + self.shift[row] for ring in shape)
+                whole = bitmap(rings, size_hw)
+            left, top, right, bottom = _whole_pixels(self.windows_xyxy[row], size_hw)
+            pixels[row, top:bottom, left:right] = whole[top:bottom, left:right]
+        return torch.from_numpy(pixels)
+
+
+def joined(parts: Sequence[Masks]) -> Masks:
+    """Return the masks of all parts, in order."""
+    shapes = [shape for part in parts for shape in part.shapes]
+    return Masks(
+        tuple(shapes),
+        np.concatenate([part.scale for part in parts]),
+        np.concatenate([part.shift for part in parts]),
+        np.concatenate([part.windows_xyxy for part in parts]),
+    )
+
+
+def _whole_pixels(window_xyxy: np.ndarray, size_hw: Size) -> list[int]:
+    """Return left, top, right and bottom of a window in whole pixels inside an image of this size."""
+    height, width = size_hw
+    inside = np.clip(window_xyxy, 0, [width, height, width, height])
+    return np.rint(inside).astype(int).tolist()
+
+
+def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size_hw: Size) -> np.ndarray:
+    """Return pixels (h, w) moved by scale and shift into an image of `size_hw`; the nearest pixel counts."""
+    sources = []
+    for axis, length in ((1, size_hw[0]), (0, size_hw[1])):  # rows, which are y, and columns
+        centres = np.arange(length) + 0.5
+        sources.append(np.floor((centres - shift[axis]) / scale[axis]).astype(int))
+    moved = np.zeros(size_hw, np.uint8)
+    inside = []
+    for source, length in zip(sources, pixels.shape, strict=True):
+        inside.append(np.flatnonzero((source >= 0) & (source < length)))
+    rows, columns = inside
+    moved[np.ix_(rows, columns)] = pixels[np.ix_(sources[0][rows], sources[1][columns])]
+    return moved
+
+
+# ---- pixels and run lengths ------------------------------------------------------------------------------------------
+
+
+def rle(shape: Shape, size_hw: Size) -> Rle:
+    """Return a mask as run lengths in a picture of this size, as COCO's `annToRLE`: rings are united; None is empty."""
+    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
+
+    if isinstance(shape, Rle):
+        return shape
+    if not shape:
+        return rles_of(torch.zeros(1, *size_hw, dtype=torch.uint8))[0]
+    height, width = size_hw
+    rings = coco_mask.frPyObjects([ring.ravel().tolist() for ring in shape], height, width)
+    return Rle(size_hw, coco_mask.merge(rings)["counts"])
+
+
+def bitmap(shape: Shape, size_hw: Size) -> np.ndarray:
+    """Return a mask as pixels (H, W) uint8, 1 inside."""
+    from pycocotools import mask as coco_mask
+
+    return coco_mask.decode(rle(shape, size_hw).as_coco())
+
+
+def rles_of(pixels: Tensor) -> list[Rle]:
+    """Return masks (N, H, W) on the CPU, true or not 0 inside, as run lengths."""
+    from pycocotools import mask as coco_mask
+
+    size_hw = tuple(pixels.shape[-2:])
+    columns_first = np.asfortranarray(pixels.bool().permute(1, 2, 0).numpy().astype(np.uint8))
+    return [Rle(size_hw, each["counts"]) for each in coco_mask.encode(columns_first)]
+
+
+def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
+    """Return the number of pixels of each of N masks in a picture of this size, (N,) float64."""
+    from pycocotools import mask as coco_mask
+
+    encoded = [rle(shape, size_hw).as_coco() for shape in shapes]
+    return np.array(coco_mask.area(encoded), np.float64).reshape(-1)
+
+
+def boxes_around(pixels: Tensor) -> Tensor:
+    """Return the tight boxes (N, 4) float32 xyxy of masks (N, H, W); zeros for an empty mask."""
+    boxes = torch.zeros(len(pixels), 4)
+    for row, mask in enumerate(pixels):
+        rows = mask.any(1).nonzero()[:, 0]
+        columns = mask.any(0).nonzero()[:, 0]
+        if len(rows):
+            corners = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
+            boxes[row] = torch.stack(corners)
+    return boxes
+
+
+# ---- as stored in a table --------------------------------------------------------------------------------------------
+
+
+def to_bytes(shapes: Sequence[Shape]) -> bytes:
+    """Return the shapes of an image as bytes that `from_bytes` reads, to the last bit of every number.
+
+    Little-endian: N; for each object the number of its rings, or `NONE`, or `RUNS`; for each ring its number of
+    corners, for run lengths height, width and number of bytes, all int32; then padding to 8 bytes, all corners as
+    float64, and the bytes of all run lengths.
+    """
+    kinds = []
+    sizes = []
+    corners = []
+    runs = []
+    for shape in shapes:
+        if shape is None:
+            kinds.append(NONE)
+        elif isinstance(shape, Rle):
+            kinds.append(RUNS)
+            sizes += [*shape.size_hw, len(shape.counts)]
+            runs.append(shape.counts)
+        else:
+            kinds.append(len(shape))
+            sizes += [len(ring) for ring in shape]
+            corners += [np.asarray(ring, "<f8").tobytes() for ring in shape]
+    head = np.array([len(kinds), *kinds, *sizes], "<i4").tobytes()
+    padding = b"\0" * (-len(head) % 8)
+    return b"".join([head, padding, *corners, *runs])
+
+
+def from_bytes(stored: bytes) -> list[Shape]:
+    """Return the shapes that `to_bytes` stored; of no bytes, no shapes."""
+    if not stored:
+        return []
+    numbers = np.frombuffer(stored, "<i4", len(stored) // 4)
+    count = int(numbers[0])
+    kinds = numbers[1 : 1 + count].tolist()
+    at = 1 + count
+    plan = []  # (kind, sizes) of each object
+    for kind in kinds:
+        length = {NONE: 0, RUNS: 3}.get(kind, kind)
+        plan.append((kind, numbers[at : at + length].tolist()))
+        at += length
+    place = 4 * at + (-4 * at) % 8
+    corners = place
+    runs = place + sum(16 * sum(sizes) for kind, sizes in plan if kind >= 0)
+    shapes: list[Shape] = []
+    for kind, sizes in plan:
+        if kind == NONE:
+            shapes.append(None)
+        elif kind == RUNS:
+            height, width, length = sizes
+            shapes.append(Rle((height, width), stored[runs : runs + length]))
+            runs += length
+        else:
+            rings = []
+            for size in sizes:
+                rings.append(np.frombuffer(stored, "<f8", 2 * size, corners).reshape(-1, 2))
+                corners += 16 * size
+            shapes.append(tuple(rings))
+    return shapes
