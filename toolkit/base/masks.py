@@ -1,4 +1,4 @@
-"""Masks of objects: polygons and run lengths as COCO writes them, where they lie in an augmented image, and their pixels.
+"""Masks of objects: polygons and run lengths, as COCO writes them, where they lie in an image, and their pixels.
 
 A mask is a `Shape`: polygons, run lengths, or None if the object has no mask. Shapes stay as annotated until their
 pixels are needed. They are drawn by pycocotools, so that pixels, areas and IoU are those of COCO's evaluation.
