@@ -42,6 +42,7 @@ class Plan:
         until: steps after which the training is left.
         kill: the step, from 1, in which the process of rank `killed_rank` ends as by `kill -9`.
         nan: the step, from 1, in which every loss is NaN.
+        tries_kernels: False: cuDNN chooses its kernels without trying them, whatever the run has set.
         loop: trains in place of the script's loop, called with the `Training` and the `Driven`.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     kill: int | None = None
     killed_rank: int = 0
     nan: int | None = None
+    tries_kernels: bool = True
     loop: "Callable[[Any, Driven], None] | None" = None
 
 
@@ -189,6 +191,8 @@ class Driven:
         self.plan = plan
         self.ticks = 0
         self.images = 0
+        self.made = time.perf_counter()
+        self.first_step = 0.0
         self.began = 0.0
         self.data_s = 0.0
         self.measured: dict = {}
@@ -199,6 +203,8 @@ class Driven:
         t = make(*objects)
         if self.plan.nan is not None:
             t.detector.criterion = partial(self._criterion, t.detector.criterion)
+        if not self.plan.tries_kernels:
+            torch.backends.cudnn.benchmark = False
         if self.plan.loop is not None:
             self.plan.loop(t, self)
         t.windows = partial(self._windows, t, t.windows)
@@ -222,6 +228,8 @@ class Driven:
         """Count a step before it begins. done: steps of the run so far. data_s: seconds spent waiting for its batch."""
         plan = self.plan
         self.ticks += 1
+        if self.ticks == 1:
+            self.first_step = time.perf_counter()
         if done + 1 == plan.kill and int(os.environ.get("RANK", "0")) == plan.killed_rank:
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -240,6 +248,8 @@ class Driven:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - self.began
             self.measured = {
+                "start_s": self.first_step - self.made,
+                "warm_up_s": self.began - self.first_step,
                 "images_per_s": self.images / seconds,
                 "data_share": self.data_s / seconds,
                 "batch": self.images / plan.steps,
