@@ -27,7 +27,7 @@ from benches.evaluation import bench_evaluation
 from benches.gpu import bench_gpu
 from benches.loading import bench_loading
 from benches.loop import bench_loop
-from benches.peers import bench_peers
+from benches.peers import bench_peers, bench_peers_sets
 from benches.predict import bench_predict
 from benches.reading import bench_reading
 from benches.scene_graph import bench_graph_evaluation, bench_relation_heads
@@ -60,8 +60,9 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("gpu", bench_gpu, {"quick": True}),
     ("peers", bench_peers, {"minutes": 0.05}),
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
+    ("peers_sets", bench_peers_sets, {"minutes": 0.05}),
 )
-ASKED_FOR = {"gpu", "peers", "peers_bccd"}  # run only if named
+ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_sets"}  # run only if named
 # Requirements of rows; the other rows explain them.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",

@@ -109,6 +109,26 @@ def test_programs_beside_ours_train_and_are_judged_on_the_same_file(benchmark, m
     assert "git clone" in rows[f"peers, shapes, {chosen[2]}, seed 0, failed"]["unit"], "it is not here"
 
 
+@pytest.mark.slow
+def test_programs_are_compared_on_data_sets_of_any_form_with_the_configuration_that_is_printed(
+    benchmark, monkeypatch, tmp_path
+):
+    from benches import peers
+
+    from toolkit.base.errors import BadInput
+    from toolkit.tools.shapes import make_shapes
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="put data sets there"):
+        list(peers.bench_peers_sets())
+    make_shapes(tmp_path / "runs" / "peers" / "sets" / "small", train_images=8, val_images=4)
+    chosen = ("our Faster R-CNN", "torchvision's reference loop")
+    rows = {row["name"]: row for row in peers.bench_peers_sets(minutes=0.05, programs=chosen)}
+    for program in chosen:
+        assert 0 <= rows[f"peers, small, {program}, seed 0, AP"]["value"] <= 1, rows
+        assert rows[f"peers, small, {program}, seed 0, steps"]["value"] > 0
+
+
 def test_boxes_of_another_program_are_read_and_judged(benchmark, tmp_path):
     """AP is 1 if its text files have the annotated boxes, and 0 if there are none."""
     from benches import peers

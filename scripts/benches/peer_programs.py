@@ -28,9 +28,13 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 @dataclass
 class PeerPlan:
-    """The plan of a training: data (COCO files and folders of images), length, and the folder for the results."""
+    """The plan of a training: data (COCO files and folders of images), length, and the folder for the results.
+
+    config: name of our configuration file, without its folder and suffix.
+    """
 
     data: str
+    config: str
     train: str
     val: str
     train_images: str
@@ -143,7 +147,7 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
         TrainingArguments,
     )
 
-    detector, settings = our_detector(plan, f"detr/{plan.data}")
+    detector, settings = our_detector(plan, f"detr/{plan.config}")
     model = AutoModelForObjectDetection.from_config(detector.model.config)
     optim, warm_up = {"lr": 5e-5, "weight_decay": 1e-4, "max_norm": 0.1}, 300
     if ours:
@@ -209,7 +213,7 @@ def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.ops import MultiScaleRoIAlign
 
-    o = yaml.safe_load((CONFIGS / "faster_rcnn" / f"{plan.data}.yaml").read_text())["model"]
+    o = yaml.safe_load((CONFIGS / "faster_rcnn" / f"{plan.config}.yaml").read_text())["model"]
     train, val = (PictureDataset(*split, plan.side) for split in splits(plan))
     levels = {"layer1": "0", "layer2": "1", "layer3": "2"}  # strides 4, 8, 16, and a pooled one
     backbone = BackboneWithFPN(resnet18(weights=None), levels, [64, 128, 256], o["fpn_channels"])

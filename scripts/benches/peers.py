@@ -3,6 +3,7 @@
     pip install -e '.[peers]' && git clone https://github.com/facebookresearch/detr runs/peers/detr
     python scripts/benchmark.py --only peers --out runs/peers/shapes           # bundled shapes; 45 minutes
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
+    python scripts/benchmark.py --only peers_sets --out runs/peers/table_sets  # every data set in runs/peers/sets/
 
 Each program is a process of its own. Its log and its detections are kept in `runs/peers/`, and pycocotools judges the
 detections of all programs on the same file. The minutes contain no evaluation, and the last weights of every program
@@ -36,7 +37,7 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 CONFIGS = SCRIPTS.parent / "configs"
 LOGS = Path("runs") / "peers"
 BCCD = ("bccd/annotations/train.json", "bccd/annotations/val.json", "bccd/JPEGImages", "bccd/JPEGImages")
-OURS = {  # script and configuration; {} is the data set
+OURS = {  # script and configuration; {} is `PeerPlan.config`
     "our RT-DETR-v2": ("train_detr", "detr/{}"),
     "our Faster R-CNN": ("train_faster_rcnn", "faster_rcnn/{}"),
     "our DETR": ("train_detr", "detr/shapes_detr"),
@@ -44,6 +45,9 @@ OURS = {  # script and configuration; {} is the data set
 ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our weights and rates", "our Faster R-CNN",
          "torchvision's reference loop", "our DETR", "facebookresearch/detr, our weights and rates",
          "ultralytics yolo11n")  # fmt: skip
+ON_SETS = ("our Faster R-CNN", "torchvision's reference loop", "our RT-DETR-v2", "transformers' Trainer",
+           "ultralytics yolo11n")  # fmt: skip
+PRINTED = "own_data_cpu"  # the configuration that check_data.py prints without a GPU
 
 
 @dataclass
@@ -77,6 +81,43 @@ def bench_peers(
         BadInput: the pictures of bccd are not there.
     """
     plans = {"shapes": _shapes, "bccd": _bccd}[data]()
+    yield from _each_program(data, plans, minutes, seeds, programs)
+
+
+def bench_peers_sets(
+    minutes: float = 5,
+    seeds: Sequence[int] = (0,),
+    programs: Sequence[str] = ON_SETS,
+) -> Iterator[dict]:
+    """Measure what a stranger gets: rows as of `bench_peers` for each data set in `runs/peers/sets/`.
+
+    A set is a folder there, in any form that is recognised, with training and validation data. All programs get images
+    of 256 px, and ours the configuration `own_data_cpu.yaml` as `check_data.py` prints it; nothing is chosen by set.
+
+    Args:
+        minutes, seeds, programs: as of `bench_peers`.
+
+    Raises:
+        BadInput: there is no data set.
+    """
+    sets = LOGS / "sets"
+    folders = sorted(path for path in sets.iterdir() if path.is_dir()) if sets.is_dir() else []
+    if not folders:
+        raise BadInput(f"{sets}: put data sets there, a folder each, with training and validation data")
+    for source in folders:
+        coco = (LOGS / "sets_as_coco" / source.name).absolute()
+        for split in ("train", "val"):
+            table = open_dataset(split, path=source, on_error="drop")
+            write_folder(table, coco, split, "coco", link=True)
+        annotations = [str(coco / "annotations" / f"{split}.json") for split in ("train", "val")]
+        images = [str(coco / split) for split in ("train", "val")]
+        plans = _plan(source.name, [*annotations, *images], 256, 4) | {"config": PRINTED}
+        yield from _each_program(source.name, plans, minutes, seeds, programs)
+
+
+def _each_program(
+    data: str, plans: dict, minutes: float, seeds: Sequence[int], programs: Sequence[str]
+) -> Iterator[dict]:
     for seed in seeds:
         for name in programs:
             folder = (LOGS / data / f"{re.sub('[^a-z0-9]+', '_', name.lower())}_{seed}").absolute()
@@ -105,8 +146,16 @@ def _bccd() -> dict:
 
 def _plan(data: str, paths: Sequence[str], side: int, batch: int) -> dict:
     train, val, train_images, val_images = paths
-    return {"data": data, "train": train, "val": val, "train_images": train_images, "val_images": val_images,
-            "side": side, "batch": batch}  # fmt: skip
+    return {
+        "data": data,
+        "config": data,
+        "train": train,
+        "val": val,
+        "train_images": train_images,
+        "val_images": val_images,
+        "side": side,
+        "batch": batch,
+    }
 
 
 def _measured(title: str, plan: PeerPlan) -> Iterator[dict]:
@@ -185,7 +234,7 @@ def _ours(plan: PeerPlan, watch: Watch) -> Ran:
         flags |= {"data.format": "coco", "data.train": plan.train, "data.val": plan.val, "data.image_size": plan.side,
                   "data.image_dir": plan.train_images, "data.batch_size_per_device": plan.batch}  # fmt: skip
     words = [f"--{key}={value}" for key, value in flags.items()]
-    path = CONFIGS / f"{config.format(plan.data)}.yaml"
+    path = CONFIGS / f"{config.format(plan.config)}.yaml"
     watch.run([sys.executable, SCRIPTS / f"{script}.py", "--config", path, *words], Ran.first)
     saved = watch.folder / "detections.json"
     watch.run([sys.executable, SCRIPTS / "evaluate.py", watch.folder / "run", "--save", saved])
