@@ -11,10 +11,11 @@ PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"
 
 
 # With these nothing that the images of a batch have in common is left.
+WEIGHED = {"--loss.class_weights": "{circle: 3.0, star: 0.2}"}
 ALIKE = {
-    "train_detr": [{"--config": PUBLISHED}],
-    "train_yolov3": [{"--model.norm": "group", "--data.multi_scale": "[]"}],
-    "train_faster_rcnn": [{"--model.freeze": "norms"}],
+    "train_detr": [{"--config": PUBLISHED} | WEIGHED],
+    "train_yolov3": [{"--model.norm": "group", "--data.multi_scale": "[]"} | WEIGHED],
+    "train_faster_rcnn": [{"--model.freeze": "norms"} | WEIGHED],
     "train_sgg": [
         {"--model.freeze": "norms", "--model.head_options.dropout": 0},
         {"--model.freeze": "detector_and_norms", "--model.mode": "sgcls", "--model.head": "vctree",
@@ -22,7 +23,7 @@ ALIKE = {
         {"--config": Path(__file__).parent / "configs" / "egtr.yaml", "--model.freeze": "norms",
          "--model.detector_options.num_denoising": 0},
     ],
-    "train_ssd": [{"--model.norm": "group", "--data.multi_scale": "[]", "--model.self_weighting_steps": 0}],
+    "train_ssd": [{"--model.norm": "group", "--data.multi_scale": "[]", "--model.self_weighting_steps": 0} | WEIGHED],
 }  # fmt: skip
 ONE_STEP = {
     "--optim.name": "sgd", "--optim.momentum": 0, "--optim.lr": 1, "--optim.weight_decay": 0, "--optim.max_norm": 0,
