@@ -80,6 +80,16 @@ def test_what_has_nothing_to_checkpoint_is_refused():
         compile_in_place(nn.Linear(2, 2), "mine")
 
 
+@pytest.mark.parametrize("own", [None, "elsewhere"])
+def test_compiled_kernels_are_kept_where_a_later_start_finds_them(monkeypatch, tmp_path, own):
+    """A folder that the user names stays."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if own is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
+    compile_in_place(nn.Linear(2, 2), "aot_eager", tmp_path / "compiled")
+    assert os.environ.pop("TORCHINDUCTOR_CACHE_DIR") == (own or str(tmp_path / "compiled"))
+
+
 @pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
 def test_cublas_gets_what_it_needs_to_be_deterministic(monkeypatch, before, after):
     """Without it a product on a GPU only warns that it is not deterministic. A value of the user's own stays."""

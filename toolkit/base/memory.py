@@ -35,8 +35,7 @@ def describe_batch(batch: Batch) -> str:
     boxes = [len(target["boxes"]) for target in batch.targets]
     ids = [target["image_id"] for target in batch.targets]
     shape = tuple(batch.images.shape)
-    most = max(boxes, default=0)
-    return f"images {shape} uint8, {sum(boxes)} boxes, at most {most} in one; boxes {_cut(boxes)}, image ids {_cut(ids)}"
+    return f"images {shape} uint8, {sum(boxes)} boxes {_cut(boxes)}, image ids {_cut(ids)}"
 
 
 def _cut(values: Sequence, shown: int = 16) -> str:

@@ -19,6 +19,7 @@ from toolkit.data.least_size import least_size_of
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
+from toolkit.data.table_cache import cache_root
 from toolkit.data.windows import windows_of_loader
 from toolkit.evaluation.coco import check_ground_truth
 from toolkit.models import options_class
@@ -85,7 +86,7 @@ def build_training(
     c = s.config
     ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
     checkpoint_in_place(detector, c.optim.checkpointing, c.optim.compile)
-    compile_in_place(detector, c.optim.compile)
+    compile_in_place(detector, c.optim.compile, cache_root() / "compiled")
     one_size = detector.fixed_size and not c.data.multi_scale and not c.run.deterministic
     optimizer = _optimizer(s, detector, weights, distillation)
     model, optimizer = prepare(s.accelerator, detector, optimizer, c.run.tf32, one_size)

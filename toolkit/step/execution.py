@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -139,7 +140,7 @@ def in_float32(detector: nn.Module, device: torch.device | str) -> Iterator[None
             detector.forward = with_autocast
 
 
-def compile_in_place(module: nn.Module, compile: bool | str) -> None:
+def compile_in_place(module: nn.Module, compile: bool | str, cache_dir: Path | None = None) -> None:
     """Let torch compile the repeated blocks of `module`, or all of it if it has none, when they are next called.
 
     The names in the state dict do not change. Blocks of the same class and width share their compiled code, so that
@@ -148,12 +149,16 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
     Args:
         compile: False: nothing is compiled; True: torch's own backend; a name: that backend, such as "aot_eager", which
             compiles no kernels and so shows the captured graphs.
+        cache_dir: keeps the compiled kernels, unless TORCHINDUCTOR_CACHE_DIR names a folder; None: torch's own, which
+            is temporary. It must be a folder of this user alone: torch runs what it finds there.
 
     Raises:
         BadInput: torch does not have the backend.
     """
     if not compile:
         return
+    if cache_dir is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir))
     backend = "inductor" if compile is True else compile
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:
