@@ -2,9 +2,30 @@
 
 import numpy as np
 
-from toolkit.base.masks import Polygons
+from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, bitmap
 
 Corner = tuple[int, int]  # x, y
+
+def polygons_of(shape: Shape, size_hw: Size) -> Polygons:
+    """Return a mask in a picture of this size as polygons: as it is, or of run lengths the outlines of the pixels."""
+    if isinstance(shape, Rle):
+        return outlines(bitmap(shape, size_hw))
+    return shape or ()
+
+
+def one_ring(rings: Polygons, size_hw: Size) -> np.ndarray:
+    """Return one polygon (P, 2) for a mask of several, in a picture of this size; its parts are joined by lines that
+    enclose nothing. Polygons that overlap are replaced by the outlines of their pixels.
+    """
+    if len(rings) == 1:
+        return rings[0]
+    of_rings = areas([(ring,) for ring in rings], size_hw)
+    if of_rings.sum() != areas([rings], size_hw)[0]:
+        rings = outlines(bitmap(rings, size_hw))
+    joined = rings[0]
+    for ring in rings[1:]:
+        joined = _with_hole(joined, ring)
+    return joined
 
 
 def outlines(pixels: np.ndarray) -> Polygons:
@@ -18,12 +39,12 @@ def outlines(pixels: np.ndarray) -> Polygons:
         is_hole = _signed_area(ring) < 0
         (holes if is_hole else outer).append(ring)
     outer.sort(key=_signed_area)
-    joined = {number: ring for number, ring in enumerate(outer)}
+    joined = list(outer)
     for hole in holes:
         # The smallest polygon around a hole is that of its part: a part in a hole of another is smaller than this one.
         number = next(number for number, ring in enumerate(outer) if _is_inside(_beside(hole), ring))
         joined[number] = _with_hole(joined[number], hole)
-    return tuple(ring.astype(np.float64) for ring in joined.values())
+    return tuple(ring.astype(np.float64) for ring in joined)
 
 
 def _rings(inside: np.ndarray) -> list[np.ndarray]:

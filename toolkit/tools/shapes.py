@@ -4,8 +4,8 @@
 
 writes a COCO data set: DIR/train/*.jpg, DIR/val/*.jpg and DIR/annotations/{train,val}.json. Beside the usual keys, the
 JSON files have `rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids`
-(its texture). `segmentation` has polygons around the visible pixels of an object, to the pixel. With `--large` the pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to
-try tiles on (docs/data.md).
+(its texture). `segmentation` has polygons around the visible pixels of an object, to the pixel. With `--large` the
+pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to try tiles on (docs/data.md).
 """
 
 import argparse
@@ -425,7 +425,9 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
 def open_shapes(split: str, reading: Reading) -> DetectionTable:
     """Open a split of the bundled shapes, which are written to the cache on the first call.
 
-    Of `reading`, only `cache_dir` and `masks` are used. Raises BadInput if the split is unknown, or `reading` has a `name`.
+    Of `reading`, only `cache_dir` and `masks` are used.
+
+    Raises BadInput if the split is unknown, or `reading` has a `name`.
     """
     if split not in SPLITS or reading.name is not None:
         asked = repr(split) if reading.name is None else f"data set {reading.name!r}"
