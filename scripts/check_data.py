@@ -166,7 +166,7 @@ def training_command(
     reading["on_error"] = None if options.on_error == "raise" else options.on_error
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     reading["classes"] = written_class_map(options.classes) if options.classes else None
-    return command_for(sources, inspection, reading, options.script)
+    return command_for(sources, inspection, reading, options.script, options.masks)
 
 
 @exit_on_bad_input

@@ -332,13 +332,15 @@ def test_voc_masks_in_colours_and_their_faults(tmp_path):
 def test_masks_are_checked_drawn_repaired_and_converted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
     other = [20, 5, 36, 5, 36, 25, 20, 25]
-    faulty = [entry(2, 2, segmentation=[], bbox=[20, 5, 16, 20]), entry(4, 2, segmentation=[SQUARE, [1, 1]])]
+    faulty = [entry(2, 2, segmentation=[], bbox=[20, 5, 16, 20]), entry(4, 2, segmentation=[SQUARE, [1, 1]], area=90)]
     beside = entry(5, 2, segmentation=[other], bbox=[20, 5, 16, 20], category_id=2)
     folder = write_coco(tmp_path / "d", [entry(1), *faulty, beside])
     target, pictures = tmp_path / "fixed", tmp_path / "p"
     code = check_data.main([str(folder), "--masks", "--fix", str(target), "--pictures", str(pictures)])
     said = capsys.readouterr().out
     assert code == 1 and "the object becomes a crowd region" in said and "polygon 2 of 2 has 1 point" in said
+    assert "area 90 became 320" in (target / "changes.txt").read_text()
+    assert "train_faster_rcnn.py" in said and "--model.masks true" in said
     fixed = opened(target)
     assert fixed.boxes().iscrowd.tolist() == [False, True, False, False]
     assert not [problem for problem in fixed.problems if problem.severity != "note"]

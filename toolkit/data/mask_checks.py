@@ -134,6 +134,32 @@ def _inside(shape: Polygons | Rle, size_hw: Size) -> tuple[Shape, str]:
     return shape, change
 
 
+def mended_areas(boxes: Boxes, images: Sequence[ImageRow]) -> dict[int, float]:
+    """Return, by row, the areas of the masks of those objects whose annotated area differs from it by more than 5 %.
+
+    boxes: with masks, as of `with_masks`. images: of the boxes.
+    """
+    shapes = boxes.extra["masks"].tolist()
+    rows = np.flatnonzero(~boxes.iscrowd)
+    area, _ = _by_corners([shapes[row] for row in rows.tolist()])
+    return _other_areas(rows, area, shapes, boxes.area, _sizes_hw(boxes, images))
+
+
+def _other_areas(
+    rows: np.ndarray, by_corners: np.ndarray, shapes: Sequence[Shape], given: np.ndarray, sizes_hw: Sequence[Size]
+) -> dict[int, float]:
+    """Return, by row, the areas of masks that differ from those given, in these rows.
+
+    by_corners: (R,) areas by the corners. What seems to differ by these may fit the pixels, since polygons may overlap.
+    """
+    found = {}
+    for row in rows[_differs(by_corners, given[rows])].tolist():
+        of_pixels = areas([shapes[row]], sizes_hw[row])
+        if _differs(of_pixels, given[row : row + 1])[0]:
+            found[row] = float(of_pixels[0])
+    return found
+
+
 def _compare(
     rows: np.ndarray, shapes: Sequence[Shape], boxes: Boxes, given: np.ndarray, sizes_hw: Sequence[Size], found: Found
 ) -> None:
@@ -142,17 +168,12 @@ def _compare(
     given: (N,) annotated areas, NaN if missing.
     """
     area, around = _by_corners([shapes[row] for row in rows.tolist()])
-    other_area = _differs(area, given[rows])
-    other_box = _is_other_box(around, boxes.xyxy[rows])
-    # What seems to differ by corners may fit the pixels, since polygons may overlap.
-    for at in np.flatnonzero(other_area | other_box).tolist():
-        row = int(rows[at])
-        of_pixels = areas([shapes[row]], sizes_hw[row])
-        if other_area[at] and _differs(of_pixels, given[row : row + 1])[0]:
-            message = f"the mask has {of_pixels[0]:.0f} pixels, the annotated area is {given[row]:g}; kept"
-            found[OTHER_AREA].append((row, message))
+    for row, of_mask in _other_areas(rows, area, shapes, given, sizes_hw).items():
+        message = f"the mask has {of_mask:.0f} pixels, the annotated area is {given[row]:g}; kept"
+        found[OTHER_AREA].append((row, message))
+    for row in rows[_is_other_box(around, boxes.xyxy[rows])].tolist():
         box = tight_boxes([shapes[row]], sizes_hw[row])
-        if other_box[at] and _is_other_box(box, boxes.xyxy[row : row + 1])[0]:
+        if _is_other_box(box, boxes.xyxy[row : row + 1])[0]:
             message = f"the box is {_written(boxes.xyxy[row])}, the one around its mask {_written(box[0])}; both kept"
             found[OTHER_BOX].append((row, message))
 
