@@ -15,6 +15,8 @@ from torch import Tensor
 NONE = -1  # number of rings in the stored form: the object has no mask
 RUNS = -2  # of a mask that is run lengths
 
+MASKS_AT_ONCE = 255  # with more of them, pycocotools' `area` fails (OverflowError)
+
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -174,8 +176,20 @@ def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
     """Return the number of pixels of each of N masks in a picture of this size, (N,) float64."""
     from pycocotools import mask as coco_mask
 
+    parts = [np.zeros(0)]
+    for start in range(0, len(shapes), MASKS_AT_ONCE):
+        encoded = [rle(shape, size_hw).as_coco() for shape in shapes[start : start + MASKS_AT_ONCE]]
+        parts.append(np.array(coco_mask.area(encoded), np.float64))
+    return np.concatenate(parts)
+
+
+def tight_boxes(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
+    """Return the boxes (N, 4) float64 xyxy around the pixels of N masks in a picture of this size; zeros if empty."""
+    from pycocotools import mask as coco_mask
+
     encoded = [rle(shape, size_hw).as_coco() for shape in shapes]
-    return np.array(coco_mask.area(encoded), np.float64).reshape(-1)
+    xywh = np.array(coco_mask.toBbox(encoded), np.float64).reshape(-1, 4)
+    return np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
 
 
 def boxes_around(pixels: Tensor) -> Tensor:
@@ -188,6 +202,14 @@ def boxes_around(pixels: Tensor) -> Tensor:
             corners = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
             boxes[row] = torch.stack(corners)
     return boxes
+
+
+def column_of(shapes: Sequence[Shape]) -> np.ndarray:
+    """Return N masks as an object array (N,), the form of the column `masks` of `Boxes.extra`."""
+    column = np.empty(len(shapes), object)
+    for row, shape in enumerate(shapes):
+        column[row] = shape  # one by one: NumPy would take tuples apart
+    return column
 
 
 # ---- as stored in a table --------------------------------------------------------------------------------------------
