@@ -24,7 +24,7 @@ from toolkit.data.transforms.policy import policy_of
 from toolkit.data.transforms.zoom_crop_colour import view
 from toolkit.run.settings import DataConfig
 
-patient = settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+patient = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 WHOLE = 3  # objects, one for each channel
 ABOVE_CANVAS = 160  # canvases are filled with 124, which the filters of the recipe yolov3 overshoot
 RECIPES = {
@@ -92,7 +92,8 @@ def assert_on_pixels(image, target, blur, within=None, level=127):
     within: function from a box to the pixels (H, W) bool that its object may have; None: all. level: of the image,
     above which a pixel is the object's.
     """
-    found = draw_masks(recheck_boxes(image, target))
+    target = recheck_boxes(image, target)
+    found = draw_masks(target)
     assert found["masks"].dtype == torch.uint8 and found["masks"].shape[1:] == image.shape[1:]
     lengths = {len(found[name]) for name in ("boxes", "labels", "area", "iscrowd", "attributes", "masks")}
     assert len(lengths) == 1
@@ -101,11 +102,23 @@ def assert_on_pixels(image, target, blur, within=None, level=127):
         for row, box in enumerate(found["boxes"]):
             reference[row] &= within(box)
     drawn = found["masks"] > 0
-    assert not (drawn & ~grown(reference, blur)).any()
+    is_kept = target["masks"].drawn(image.shape[1:]).flatten(1).any(1).bool() | (target["iscrowd"] > 0)
+    inside = well_inside(target["masks"][is_kept].windows_xyxy, image.shape[1:], blur)
+    assert not (drawn & ~grown(reference, blur) & inside).any()
     assert not (~drawn & ~grown(~reference, blur, outside=1)).any()
     for mask, expected in zip(drawn, reference, strict=True):
         if mask.sum() > 100:
             assert (centre_of(mask) - centre_of(expected)).abs().max() < 0.4 * blur
+
+
+def well_inside(windows_xyxy, size_hw, by):
+    """The pixels (N, H, W) that are further than `by` from the edges of windows, which leave slivers of objects."""
+    rows = np.arange(size_hw[0])[None, :, None]
+    columns = np.arange(size_hw[1])[None, None]
+    left, top, right, bottom = windows_xyxy.T[:, :, None, None]
+    in_rows = (rows >= top + by) & (rows < bottom - by)
+    in_columns = (columns >= left + by) & (columns < right - by)
+    return torch.from_numpy(in_rows & in_columns)
 
 
 def centre_of(weights):
@@ -139,7 +152,7 @@ def test_whole_pixels_are_moved_exactly(sample, data):
 
 
 @patient
-@given(masked(), st.integers(8, 120), st.integers(8, 120))
+@given(masked(), st.integers(24, 120), st.integers(24, 120))
 def test_resized(sample, height, width):
     image, target = resize(*sample, (height, width))
     assert_on_pixels(image, target, steepness(sample[0].shape[1:], (height, width)))
@@ -157,7 +170,7 @@ def test_a_larger_canvas_and_what_a_window_cuts_stays_cut(sample, top, left, hei
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@settings(patient, max_examples=20)
+@patient
 @given(sample=masked(), seed=st.integers(0, 2**32))
 def test_every_recipe(name, sample, seed):
     c = DataConfig(image_size=48, flip=True, zoom_out=3.0, iou_crop=True, **RECIPES[name])
