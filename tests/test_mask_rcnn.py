@@ -1,5 +1,8 @@
 """Mask R-CNN: losses, gradients, masks and their pixels, held to torchvision's; and what the contract asks of it."""
 
+import json
+import re
+
 import pytest
 import torch
 from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
@@ -12,8 +15,10 @@ from toolkit.base.masks import Masks
 from toolkit.base.seeding import seed_images
 from toolkit.data.table import Category
 from toolkit.detectors.faster_rcnn import mask_branch
+from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
+from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.step.freezing import eval_mode
 
@@ -28,6 +33,7 @@ TINY = {
 EVERYTHING = {"rpn_batch_size_per_image": 10**6, "box_batch_size_per_image": 10**6}
 ONE = {"images": 1.0, "images_with_objects": 1.0}
 SIDE = 64
+LOW = 0.251  # a probability, above which some of the detections of random weights are
 
 
 def tiny(seed=0, **options):
@@ -148,7 +154,8 @@ def test_a_batch_without_objects_reaches_every_parameter_with_zeros(norm):
     images, sizes = images_of(2)
     before = {name: buffer.clone() for name, buffer in detector.roi_heads.mask_head.named_buffers()}
     targets = [TARGETS[1], target([[0, 0, 50, 50]], iscrowd=[1])]
-    losses, outputs = losses_of(detector, images, sizes, targets)
+    assert detector.denominators(targets) == {"images": 2.0, "images_with_objects": 0.0}
+    losses, outputs = losses_of(detector, images, sizes, targets, ONE)  # the window makes a denominator of 0 one of 1
     assert losses["loss_mask"] == 0 and outputs["mask_logits"].shape == (0, 28, 28)
     sum(losses.values()).backward()
     for name, parameter in detector.named_parameters():
@@ -161,7 +168,9 @@ def test_a_batch_without_objects_reaches_every_parameter_with_zeros(norm):
 def test_losses_are_divided_as_announced_and_crowds_and_unlabelled_classes_have_no_mask():
     detector = tiny().train()
     images, sizes = images_of(4)
-    targets = [*TARGETS[:3], target([[0, 0, 64, 40], [8, 42, 24, 60]], [1, 0], labelled=[False, True, False])]
+    every = torch.ones(3, dtype=torch.bool)
+    targets = [{**each, "labelled": every} for each in TARGETS[:3]]
+    targets.append(target([[0, 0, 64, 40], [8, 42, 24, 60]], [1, 0], labelled=[False, True, False]))
     outputs = detector(images, sizes, targets)
     assert_losses_are_divided_as_announced(detector, outputs, targets)
     other = [*targets[:3], {**targets[3], "masks": targets[3]["masks"].clone()}]
@@ -206,8 +215,9 @@ def published(tmp_path_factory):
     made = {}
     for version in ("maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2"):
         torch.manual_seed(0)
-        sizes = {"min_size": 96, "max_size": 128, "num_classes": 1 + len(CLASSES), "box_score_thresh": 0.0}
-        theirs = getattr(detection, version)(weights=None, weights_backbone=None, **sizes)
+        settings = {"min_size": 96, "max_size": 128, "num_classes": 1 + len(CLASSES)}
+        settings |= {"box_score_thresh": 0.0, "box_detections_per_img": 9, "rpn_post_nms_top_n_test": 50}
+        theirs = getattr(detection, version)(weights=None, weights_backbone=None, **settings)
         for name, module in theirs.named_modules():
             if name.endswith("bn3"):  # residual branches that start small, so that values stay finite
                 module.weight.data.fill_(0.3)
@@ -223,7 +233,8 @@ def test_torchvisions_weights_give_its_boxes_scores_and_masks(published, version
     source = open_pretrained(str(path))
     assert (source.architecture, source.options["masks"]) == (version.replace("mask", "faster"), True)
     options = source.options | {"norm_eps": 1e-5} if "norm_eps" in source.options else source.options
-    detector = build_detector(source.architecture, class_names=CLASSES, **options, score_threshold=0.0).eval()
+    options |= {"score_threshold": 0.0, "detections_per_image": 9, "rpn_post_nms_top_n_test": 50}
+    detector = build_detector(source.architecture, class_names=CLASSES, **options).eval()
     assert detector.load_state_dict(source.tensors) and detector.predicts_masks
     assert_resolved_options_build_it_again(detector, CLASSES)
     images, sizes = images_of(2, 96)
@@ -263,13 +274,13 @@ def test_masks_follow_their_boxes_and_only_kept_detections_have_them():
     padded = [TARGETS[0], target([[2, 2, 20, 20]], size_hw=(40, 33))]
     with torch.no_grad():
         outputs, with_targets = detector(images, sizes), detector(images, sizes, padded)
-        boxes, scores, labels, further = detector.decode(outputs, sizes, original, 0.3, 4)
+        boxes, scores, labels, further = detector.decode(outputs, sizes, original, LOW, 4)
     assert further["masks"].shape == (*labels.shape, 28, 28)
-    kept = (labels >= 0) & (scores > 0.3) & (torch.arange(labels.shape[1]) < 4)
+    kept = (labels >= 0) & (scores > LOW) & (torch.arange(labels.shape[1]) < 4)
     assert torch.equal(further["masks"].flatten(2).any(2), kept) and kept.any(1).all()
     found = detector.postprocess(outputs, sizes, original)
     torch.testing.assert_close(found, detector.postprocess(with_targets, sizes, original), rtol=1e-4, atol=1e-4)
-    few = detector.postprocess(outputs, sizes, original, score_threshold=0.3, top_k=4)
+    few = detector.postprocess(outputs, sizes, original, score_threshold=LOW, top_k=4)
     for all_of_image, best in zip(found, few, strict=True):
         torch.testing.assert_close(best["masks"], all_of_image["masks"][: len(best["boxes"])], rtol=1e-4, atol=1e-5)
         assert best["masks"].ge(0).all() and best["masks"].le(1).all()
@@ -289,3 +300,31 @@ def test_a_folder_with_masks_loads_again(tmp_path):
 def test_masks_with_the_pools_of_another_program_are_refused():
     with pytest.raises(BadInput, match=r"leave out model\.whole_pixels"):
         tiny(whole_pixels=True)
+
+
+def test_names_of_before_torchvision_0_13_are_read(published):
+    theirs, path = published["maskrcnn_resnet50_fpn"]
+    old = {}
+    for name, tensor in theirs.state_dict().items():
+        found = re.fullmatch(r"roi_heads\.mask_head\.(\d)\.0(\..*)", name)
+        name = f"roi_heads.mask_head.mask_fcn{int(found[1]) + 1}{found[2]}" if found else name
+        name = re.sub(r"^(rpn\.head\.conv|backbone\.fpn\.\w+_blocks\.\d)(\.0)+(?=\.[^.]+$)", r"\1", name)
+        old[name] = tensor
+    torch.save(old, path.with_name("old.pth"))
+    today = open_pretrained(str(path)).tensors.keys()
+    assert open_pretrained(str(path.with_name("old.pth"))).tensors.keys() == today and not today <= old.keys()
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_training_takes_masks_by_its_own_setting_from_weights_with_or_without(masks, tmp_path):
+    """Masks need data with masks, so the source does not decide."""
+    source = tiny(seed=1, masks=not masks)
+    source.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(CLASSES)])
+    options = FasterRcnnOptions(pretrained=str(tmp_path / "final"))
+    options = FasterRcnnOptions(pretrained=str(tmp_path / "final"), masks=True) if masks else options
+    started = start_detector(options, CLASSES, tmp_path, resumed_from=None, say=lambda text: None)
+    assert started.predicts_masks == started.resolved_options()["masks"] == masks
+    table = (tmp_path / "pretrained.txt").read_text()
+    assert f"{'new' if masks else 'unused':<7s} roi_heads.mask_head.0.0.weight" in table
+    stored = json.loads((tmp_path / "pretrained_config.json").read_text())
+    assert stored["options"]["masks"] == masks
