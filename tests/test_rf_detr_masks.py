@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
+from published import not_taken, numbers, published
 from small_detectors import (
     CATEGORIES,
     CLASSES,
@@ -24,7 +25,10 @@ from toolkit.base.batch import normalize_images
 from toolkit.base.errors import BadInput
 from toolkit.base.seeding import seed_images
 from toolkit.detectors.detr.options import RfDetrOptions
+from toolkit.detectors.detr.weights_rf_detr import RF_DETR
+from toolkit.models import build_detector
 from toolkit.models.start import start_detector
+from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.pretrained import open_pretrained
 
 # 4 groups of 8 queries and 2 images: as many points as transformers matches at, of masks of 16 x 16 cells
@@ -203,3 +207,30 @@ def test_a_transformers_without_masks_is_named(monkeypatch):
     detector_of(masks=False)
     with pytest.raises(BadInput, match=r"model\.masks: the installed transformers has no RF-DETR with masks"):
         detector_of()
+
+
+def test_the_publisher_s_file_with_masks_is_read():
+    """The names of its segmentation head; those of the rest: tests/test_weights_published.py."""
+    state, _ = published("rfdetr_nano")
+    width, layers = state["query_feat.weight"].shape[1], 2
+    head = {"bias": (1,), "spatial_features_proj.weight": (width, width, 1, 1), "spatial_features_proj.bias": (width,)}
+    square, vector = (width, width), (width,)
+    for number in range(layers):
+        block = f"blocks.{number}"
+        head |= {f"{block}.dwconv.weight": (width, 1, 3, 3), f"{block}.dwconv.bias": vector}
+        head |= {f"{block}.norm.weight": vector, f"{block}.norm.bias": vector}
+        head |= {f"{block}.pwconv1.weight": square, f"{block}.pwconv1.bias": vector}
+    head |= {"query_features_proj.weight": square, "query_features_proj.bias": vector}
+    block = "query_features_block"
+    head |= {f"{block}.norm_in.weight": vector, f"{block}.norm_in.bias": vector}
+    head |= {f"{block}.layers.0.weight": (4 * width, width), f"{block}.layers.0.bias": (4 * width,)}
+    head |= {f"{block}.layers.2.weight": (width, 4 * width), f"{block}.layers.2.bias": vector}
+    state |= {f"segmentation_head.{name}": numbers(name, shape) for name, shape in head.items()}
+    found = RF_DETR.described(state, "rf-detr-seg-small.pt")
+    assert found.options["masks"] is True and found.options["source_config"]["decoder_layers"] == layers
+    assert found.options["source_config"]["backbone_config"]["num_windows"] == 2
+    detector = build_detector(found.architecture, class_names=found.class_names, **found.options)
+    ours = RF_DETR.ours_from(state)
+    table = map_weights(detector.state_dict(), ours)
+    assert not table.unused and not [name for name in table.new if "register_tokens" not in name]
+    assert [name for name in not_taken(state, ours) if "mask_token" not in name and "_kp" not in name] == []
