@@ -4,7 +4,7 @@ A mask is a `Shape`: polygons, run lengths, or None if the object has no mask. S
 pixels are needed. They are drawn by pycocotools, so that pixels, areas and IoU are those of COCO's evaluation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 NONE = -1  # number of rings in the stored form: the object has no mask
 RUNS = -2  # of a mask that is run lengths
+AREAS_AT_ONCE = 255  # more fail in `pycocotools.mask.area`, which makes a uint8 of their number
 
 Size = tuple[int, int]  # height, width in pixels
 
@@ -27,6 +28,10 @@ class Rle(NamedTuple):
     def as_coco(self) -> dict:
         """Return the dict that pycocotools' functions take."""
         return {"size": list(self.size_hw), "counts": self.counts}
+
+    def as_json(self) -> dict:
+        """Return the dict that stands in COCO's JSON files, as their `segmentation`."""
+        return {"size": list(self.size_hw), "counts": self.counts.decode("ascii")}
 
 
 Polygons = tuple[np.ndarray, ...]  # rings (P, 2) float64 of at least 3 corners each, x and y in pixels
@@ -116,6 +121,15 @@ def joined(parts: Sequence[Masks]) -> Masks:
     )
 
 
+def column_of(shapes: Iterable[Shape]) -> np.ndarray:
+    """Return the masks of N objects as a column of `Boxes.extra`, (N,) Python objects."""
+    shapes = list(shapes)
+    column = np.empty(len(shapes), object)
+    for row, shape in enumerate(shapes):  # one by one: NumPy would take the fields of an `Rle` for a second axis
+        column[row] = shape
+    return column
+
+
 def _whole_pixels(window_xyxy: np.ndarray, size_hw: Size) -> list[int]:
     """Return left, top, right and bottom of a window in whole pixels inside an image of this size."""
     height, width = size_hw
@@ -143,10 +157,10 @@ def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size
 
 def rle(shape: Shape, size_hw: Size) -> Rle:
     """Return a mask as run lengths in a picture of this size, as COCO's `annToRLE`: rings are united; None is empty."""
-    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
-
     if isinstance(shape, Rle):
         return shape
+    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
+
     if not shape:
         return rles_of(torch.zeros(1, *size_hw, dtype=torch.uint8))[0]
     height, width = size_hw
@@ -175,7 +189,10 @@ def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
     from pycocotools import mask as coco_mask
 
     encoded = [rle(shape, size_hw).as_coco() for shape in shapes]
-    return np.array(coco_mask.area(encoded), np.float64).reshape(-1)
+    parts = [np.zeros(0)]
+    for first in range(0, len(encoded), AREAS_AT_ONCE):
+        parts.append(np.array(coco_mask.area(encoded[first : first + AREAS_AT_ONCE]), np.float64).reshape(-1))
+    return np.concatenate(parts)
 
 
 def boxes_around(pixels: Tensor) -> Tensor:

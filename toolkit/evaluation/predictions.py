@@ -1,7 +1,8 @@
 """Predictions: of one image, of a data set as columns, and in the file that every evaluation reads.
 
 The file `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in
-pixels and with the ids of the annotation file, which pycocotools and other programs read. Beside this file are
+pixels and with the ids of the annotation file, which pycocotools and other programs read. A detector of masks adds
+`segmentation`, compressed run lengths `{size [height, width], counts}`. Beside this file are
 
 - `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of the images and
   classes alone), the weights, and the printed metrics;
@@ -12,6 +13,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -21,6 +24,7 @@ from torch import Tensor
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json, write_text_atomic
+from toolkit.base.masks import Rle, column_of, rle
 from toolkit.data.table import Category, LabelledImages
 
 logger = logging.getLogger(__name__)
@@ -47,7 +51,7 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
     """
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]
-    of_objects = ("boxes", "scores", "labels", "attribute_scores")
+    of_objects = ("boxes", "scores", "labels", "attribute_scores", "masks")
     result = {key: detections[key][order] for key in of_objects if key in detections}
     if "pairs" in detections:
         position = torch.full_like(detections["labels"], -1)  # new row of each box; -1: it is left out
@@ -105,8 +109,9 @@ def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
 
     Args:
         predictions: `Boxes`, which are returned unchanged; or a mapping by image id of `boxes (K, 4)` xyxy in original
-            pixels, `scores (K,)` and `labels (K,)` from 0, tensors on any device or arrays, for K predictions. Boxes of
-            scene graphs with the label -1, which have no class, are left out.
+            pixels, `scores (K,)` and `labels (K,)` from 0, tensors on any device or arrays, for K predictions; and of
+            `masks`, K `Rle`, which become the column `extra["masks"]`. Boxes of scene graphs with the label -1, which
+            have no class, are left out.
         image_ids: ids of the images of the table; a mapping must have exactly these keys.
 
     Raises:
@@ -126,6 +131,7 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
     scores = [_numpy(of_image["scores"]).reshape(-1) for of_image in predictions]
     labels = [_numpy(of_image["labels"]).reshape(-1) for of_image in predictions]
+    masks = _masks_by_image(predictions, image_ids)
     uneven = []
     for image_id, *parts in zip(image_ids, boxes, scores, labels, strict=True):
         num_boxes, num_scores, num_labels = map(len, parts)
@@ -133,6 +139,11 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
             uneven.append(
                 f"prediction of image {image_id!r}: {num_boxes} boxes, {num_scores} scores, {num_labels} labels; "
                 "expected as many of each"
+            )
+        if masks is not None and len(masks[image_id]) != num_boxes:
+            uneven.append(
+                f"prediction of image {image_id!r}: {num_boxes} boxes, {len(masks[image_id])} masks; expected as many "
+                "of each"
             )
     if uneven:
         raise BadInput(uneven[:10])
@@ -142,11 +153,23 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
         np.concatenate([np.zeros(0), *scores]),
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
+    if masks is not None:
+        columns = replace(columns, extra={"masks": column_of(chain.from_iterable(masks.values()))})
     of_graph = np.array(["pairs" in of_image for of_image in predictions], bool)
     if not of_graph.any():
         return columns
     has_class = columns.labels != -1
     return columns[has_class | ~of_graph[columns.image_index]]
+
+
+def _masks_by_image(predictions: Sequence[Mapping], image_ids: Sequence) -> dict[int | str, Sequence[Rle]] | None:
+    """Return the masks of each image's predictions; None if none of the images has the entry `masks`."""
+    if not any("masks" in of_image for of_image in predictions):
+        return None
+    masks = {}
+    for image_id, of_image in zip(image_ids, predictions, strict=True):
+        masks[image_id] = of_image.get("masks", ())
+    return masks
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
@@ -254,10 +277,14 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
 
 
 def coco_results(labelled: LabelledImages) -> str:
-    """Return COCO's list of results, `{image_id, category_id, bbox, score}`, as text, a line for each image."""
+    """Return COCO's list of results, `{image_id, category_id, bbox, score}`, as text, a line for each image.
+
+    Boxes with masks have a `segmentation` too, as run lengths.
+    """
     ids = [category.id for category in labelled.categories]
+    masks = labelled.boxes.extra.get("masks")
     lines = []
-    for row, boxes in labelled.by_image():
+    for index, (row, boxes) in enumerate(labelled.by_image()):
         entries = []
         for label, (x1, y1, x2, y2), score, _ in boxes:
             entry = {
@@ -267,6 +294,9 @@ def coco_results(labelled: LabelledImages) -> str:
                 "score": score,
             }
             entries.append(entry)
+        if masks is not None:
+            for entry, mask in zip(entries, masks[labelled.boxes.of_image(index)], strict=True):
+                entry["segmentation"] = rle(mask, (row.height, row.width)).as_json()
         if entries:
             lines.append(json.dumps(entries)[1:-1])
     return "[" + ",\n".join(lines) + "]\n"

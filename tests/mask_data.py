@@ -1,0 +1,116 @@
+"""Small data sets with masks, and predictions with masks, for the tests of what judges and draws them."""
+
+import dataclasses
+
+import numpy as np
+import torch
+from report_data import SIZE, table_of
+
+from toolkit.base.masks import Rle, bitmap, column_of, rle, rles_of
+from toolkit.data.table import DetectionTable
+
+
+class MaskedTable(DetectionTable):
+    """A table with the masks `shapes`, a list of shapes for each image."""
+
+    has_masks = True
+    shapes: list
+
+    def boxes(self, masks=False):
+        boxes = super().boxes()
+        if not masks:
+            return boxes
+        column = column_of(shape for of_image in self.shapes for shape in of_image)
+        return dataclasses.replace(boxes, extra={**boxes.extra, "masks": column})
+
+    def row(self, index):
+        return super().row(index) | {"masks": self.shapes[index]}
+
+    def labelled(self):
+        return dataclasses.replace(super().labelled(), boxes=self.boxes(masks=True))
+
+
+def with_masks(table, shapes):
+    values = {field.name: getattr(table, field.name) for field in dataclasses.fields(DetectionTable)}
+    masked = MaskedTable(**values)
+    masked.shapes = shapes
+    return masked
+
+
+def pixels_of(*boxes, size=SIZE):
+    """(N, H, W) bool, true inside each box."""
+    pixels = torch.zeros(len(boxes), *size, dtype=torch.bool)
+    for mask, (left, top, right, bottom) in zip(pixels, boxes, strict=True):
+        mask[top:bottom, left:right] = True
+    return pixels
+
+
+def star(rng, box):
+    """A polygon of random radii inside a box, as one or two rings."""
+    left, top, right, bottom = np.asarray(box, float)
+    angles = np.sort(rng.uniform(0, 2 * np.pi, rng.integers(3, 14)))
+    radii = rng.uniform(0.2, 1, len(angles))
+    x = (left + right) / 2 + radii * np.cos(angles) * (right - left) / 2
+    y = (top + bottom) / 2 + radii * np.sin(angles) * (bottom - top) / 2
+    ring = np.stack([x, y], axis=1)
+    if rng.random() < 0.2:
+        return ring, ring[:3] + rng.uniform(-20, 20, 2)
+    return (ring,)
+
+
+def random_masks(folder, images=20, classes=3, seed=0, crowd=0.15, scores=1000, dets=25, size=SIZE, objects=6,
+                 draw=False):  # fmt: skip
+    """A table and predictions: duplicates, confusions, inventions, crowds, empty masks, empty images and, with few
+    `scores`, many ties. The area that the data name is not that of the pixels."""
+    rng = np.random.default_rng(seed)
+    height, width = size
+    truth = []
+    shapes = []
+    predictions = []
+    for _ in range(images):
+        boxes = []
+        for _ in range(rng.integers(0, objects)):
+            corner = rng.uniform(0, 0.7, 2) * [width, height]
+            boxes.append(np.concatenate([corner, corner + rng.uniform(6, 0.5 * height, 2)]))
+        labels = rng.integers(0, classes, len(boxes))
+        is_crowd = rng.random(len(boxes)) < crowd
+        of_image = []
+        for box, in_crowd in zip(boxes, is_crowd, strict=True):
+            shape = star(rng, box)
+            if rng.random() < 0.1:
+                shape = (np.array([[3.1, 3.1], [3.2, 3.1], [3.15, 3.2]]),)  # of no pixel
+            of_image.append(rle(shape, size) if in_crowd or rng.random() < 0.3 else shape)
+        truth.append(list(zip(boxes, labels.tolist(), is_crowd.tolist(), strict=True)))
+        shapes.append(of_image)
+        count = int(rng.integers(0, dets))
+        found = np.zeros((count, *size), bool)
+        found_labels = rng.integers(0, classes, count)
+        found_boxes = rng.uniform(0, 60, (count, 4))
+        found_boxes[:, 2:] += found_boxes[:, :2] + 4
+        for row in range(count):
+            if len(boxes) and rng.random() < 0.8:
+                at = int(rng.integers(len(boxes)))
+                pixels = bitmap(of_image[at], size).astype(bool)
+                found[row] = np.roll(pixels, rng.integers(-3, 4, 2), (0, 1))
+                found_boxes[row] = boxes[at] + rng.normal(0, 2, 4)
+                if rng.random() < 0.8:
+                    found_labels[row] = labels[at]
+            elif rng.random() < 0.7:
+                found[row] = bitmap(star(rng, found_boxes[row]), size)
+        found_boxes[:, 2:] = np.maximum(found_boxes[:, 2:], found_boxes[:, :2] + 1)
+        predictions.append({
+            "boxes": found_boxes,
+            "scores": (rng.integers(scores, size=count) + 1) / (scores + 1),
+            "labels": found_labels,
+            "masks": rles_of(torch.from_numpy(found)) if count else [],
+        })  # fmt: skip
+    names = [f"class {k}" for k in range(classes)]
+    table = with_masks(table_of(folder, truth, names, draw=draw, size=size), shapes)
+    return table, dict(zip(table.image_ids().tolist(), predictions, strict=True))
+
+
+def segmentation_of(shape):
+    """A shape as COCO's JSON has it."""
+    if isinstance(shape, Rle):
+        return {"size": list(shape.size_hw), "counts": shape.counts.decode()}
+    return [ring.ravel().tolist() for ring in shape]

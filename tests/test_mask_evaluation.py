@@ -1,0 +1,191 @@
+"""COCO's metrics of masks, and predictions with masks: of a detector, as columns, in a file."""
+
+import contextlib
+import io
+import json
+from types import MethodType
+
+import numpy as np
+import pytest
+import torch
+from mask_data import pixels_of, random_masks, segmentation_of, with_masks
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from report_data import SIZE, table_of
+from torch import nn
+
+from toolkit.base.batch import Batch
+from toolkit.base.errors import BadInput
+from toolkit.base.masks import Rle, bitmap, rles_of
+from toolkit.evaluation.coco import CocoEvaluator
+from toolkit.evaluation.coco_numbers import COCO_METRICS
+from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
+from toolkit.evaluation.predictions import boxes_of, write_predictions
+from toolkit.models.detector import Detector
+from toolkit.tools.predictions_file import read_predictions
+
+NAMES = [f"segm_{name}" for name in COCO_METRICS]
+
+
+def plain_pycocotools(folder, table, predictions):
+    """The twelve numbers of masks as anybody gets them from files; None for its -1."""
+    file = write_predictions(folder / "found.json", predictions, table)
+    results = json.loads(file.read_text())
+    for entry in results:
+        del entry["bbox"]  # else loadRes takes the area of the box for that of the mask
+    truth = table.boxes()
+    ids = table.image_ids()
+    shapes = [shape for of_image in table.shapes for shape in of_image]
+    annotations = []
+    for row, shape in enumerate(shapes):
+        annotations.append({
+            "id": row + 1,
+            "image_id": int(ids[truth.image_index[row]]),
+            "category_id": table.categories[truth.labels[row]].id,
+            "bbox": truth.xywh[row].tolist(),
+            "area": float(truth.area[row]),
+            "iscrowd": int(truth.iscrowd[row]),
+            "segmentation": segmentation_of(shape),
+        })  # fmt: skip
+    height, width = SIZE
+    coco = COCO()
+    coco.dataset = {
+        "images": [{"id": int(id_), "height": height, "width": width} for id_ in ids],
+        "categories": [{"id": category.id} for category in table.categories],
+        "annotations": annotations,
+        "info": {},
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco.createIndex()
+        run = COCOeval(coco, coco.loadRes(results), "segm")
+        run.evaluate()
+        run.accumulate()
+        run.summarize()
+    return {name: None if v == -1 else float(v) for name, v in zip(NAMES, run.stats, strict=True)}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_masks_are_judged_as_by_pycocotools(tmp_path, seed):
+    """With crowds, empty masks, ties, images without objects or predictions, and areas that are not the pixels'."""
+    table, predictions = random_masks(tmp_path, 12, 1 + seed % 4, seed, scores=5 if seed % 2 else 1000, dets=40)
+    ours = CocoEvaluator(table).evaluate(predictions)
+    assert ours == pytest.approx(CocoEvaluator(table, "pycocotools").evaluate(predictions), abs=1e-12)  # classes too
+    assert {k: ours[k] for k in NAMES} == pytest.approx(plain_pycocotools(tmp_path, table, predictions), abs=1e-12)
+    boxes = table_of(tmp_path / "boxes", [[]] * 12)
+    assert "segm_AP" not in CocoEvaluator(boxes).evaluate(predictions)  # a table without masks
+
+
+def test_more_than_a_hundred_masks_of_a_class(tmp_path):
+    table, predictions = random_masks(tmp_path, 2, 1, seed=5, dets=3)
+    pixels = torch.from_numpy(bitmap(table.shapes[0][0], SIZE)).bool()
+    shifted = torch.stack([pixels.roll(shift % 7, 0) for shift in range(130)])
+    many = {"boxes": np.tile([10.0, 10, 50, 50], (130, 1)), "scores": np.linspace(0.1, 0.9, 130),
+            "labels": np.zeros(130, int), "masks": rles_of(shifted)}  # fmt: skip
+    predictions[table.image_ids()[0]] = many
+    ours = CocoEvaluator(table).evaluate(predictions)
+    assert ours["segm_AR100"] > 0
+    assert {k: ours[k] for k in NAMES} == pytest.approx(plain_pycocotools(tmp_path, table, predictions), abs=1e-12)
+
+
+def test_masks_and_boxes_are_judged_apart(tmp_path):
+    """Two objects in one box: the masks tell them apart; an object without a mask is a crowd."""
+    box, lone = [10, 10, 50, 50], [100, 20, 140, 60]
+    table = table_of(tmp_path, [[(box, 0), (box, 0), (lone, 0, True)], []], draw=False)
+    upper, lower, in_crowd = pixels_of([10, 10, 50, 30], [10, 30, 50, 50], [110, 30, 130, 50])
+    masks = rles_of(torch.stack([upper, lower, in_crowd]))
+    masked = with_masks(table, [[masks[0], masks[1], None], []])
+    found = {"boxes": torch.tensor([box, box, [110, 30, 130, 50]]).float(), "scores": torch.tensor([0.9, 0.8, 0.95]),
+             "labels": torch.zeros(3, dtype=torch.int64), "masks": masks}  # fmt: skip
+    nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    evaluator = CocoEvaluator(masked)
+    result = evaluator.evaluate({10: found, 11: nothing})
+    assert result["segm_AP"] == 1 and result["segm_AP/cat"] == 1 and result["segm_AP/dog"] is None
+    assert evaluator.mask_matches.right.tolist() == [False, True, True]
+    text = evaluator.describe(result, {10: found, 11: nothing})
+    assert "mask AP50" in text and "masks:  AP 1.000" in text
+    swapped = {**found, "masks": [masks[0], masks[0], masks[2]]}
+    result = evaluator.evaluate({10: swapped, 11: nothing})
+    assert result["bbox_AP50"] == 1 and result["segm_AP50"] < 0.6
+    # Without any prediction the metrics exist, so that `eval.metric_for_best` can be checked before training.
+    assert evaluator.evaluate({10: nothing | {"masks": []}, 11: nothing})["segm_AP"] == 0
+    assert "segm_AP" not in evaluator.evaluate({10: nothing, 11: nothing}) and evaluator.mask_matches is None
+
+    with pytest.raises(BadInput, match=r"image 10: its mask has 7 x 9 pixels \(height x width\); expected 120 x 160"):
+        evaluator.evaluate({10: {**found, "masks": [Rle((7, 9), b"o1"), *masks[1:]]}, 11: nothing})
+    with pytest.raises(BadInput, match="image 10: 3 boxes, 2 masks"):
+        evaluator.evaluate({10: {**found, "masks": masks[:2]}, 11: nothing})
+    with pytest.raises(BadInput, match="image 11: 3 boxes, 0 masks"):
+        evaluator.evaluate({10: found, 11: {key: found[key] for key in nothing}})
+
+
+def test_file_of_predictions_with_masks(tmp_path):
+    table, predictions = random_masks(tmp_path, 6, 2, seed=3)
+    file = write_predictions(tmp_path / "found.json", predictions, table)
+    read = read_predictions(file, table).predictions
+    expected = boxes_of(predictions, table.image_ids().tolist())
+    assert list(read.extra["masks"]) == list(expected.extra["masks"])
+    evaluate = CocoEvaluator(table).evaluate
+    assert evaluate(read) == evaluate(predictions)
+
+    entries = json.loads(file.read_text())
+    entries[0]["segmentation"] = [[1.0, 1.0, 20.0, 1.0, 20.0, 30.0]]  # another program's polygons
+    file.write_text(json.dumps(entries))
+    (first,) = [read_predictions(file, table).predictions.extra["masks"][0]]
+    assert bitmap(first, SIZE).sum() == pytest.approx(0.5 * 19 * 29, rel=0.1)
+    del entries[1]["segmentation"]
+    entries[2]["segmentation"]["counts"] = "\x05"
+    file.write_text(json.dumps(entries))
+    with pytest.raises(BadInput) as caught:
+        read_predictions(file, table)
+    assert "detection 1: has no segmentation" in str(caught.value) and "detection 2: " in str(caught.value)
+
+
+class Paster(Detector):
+    """Finds as many boxes as the image's id says, each with a mask of 2 x 2 probabilities."""
+
+    loss_names = ("loss",)
+    divided_by = "images"
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.pasted = []
+
+    def forward(self, images, sizes, targets=None):
+        return {}
+
+    def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
+        found = []
+        for number, _ in enumerate(orig_sizes):
+            masks = torch.rand(3 * number, 2, 2)
+            found.append({"boxes": torch.rand(len(masks), 4), "scores": torch.rand(len(masks)),
+                          "labels": torch.zeros(len(masks), dtype=torch.int64), "masks": masks})  # fmt: skip
+        return found
+
+    def paste_masks(self, masks, boxes_xyxy, size_hw):
+        self.pasted.append(len(masks))
+        pixels = torch.zeros(len(masks), *size_hw, dtype=torch.bool)
+        pixels[:, :2, :2] = masks > 0.5
+        return pixels
+
+
+def test_masks_of_a_detector_become_run_lengths(monkeypatch):
+    detector = Paster()
+    targets = [{"image_id": number, "orig_size": torch.tensor([40, 30 + number])} for number in range(3)]
+    batch = Batch(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), torch.full((3, 2), 8), targets)
+    monkeypatch.setattr("toolkit.evaluation.predict_dataset.PASTED_BYTES", 40 * 32 * 4)  # four at a time
+    asked = []
+    original = detector.postprocess
+
+    def remembered(self, *arguments, **options):
+        asked.extend(original(*arguments, **options))
+        return asked
+
+    detector.postprocess = MethodType(remembered, detector)
+    found = predict_dataset(detector, [batch], "cpu").by_image
+    assert [len(each["masks"]) for each in found.values()] == [0, 3, 6] and detector.pasted == [3, 4, 2]
+    for number, each in found.items():
+        for mask, probabilities in zip(each["masks"], asked[number]["masks"], strict=True):
+            assert mask.size_hw == (40, 30 + number)
+            assert np.array_equal(bitmap(mask, mask.size_hw)[:2, :2], probabilities > 0.5)
+    assert "GB" in memory_needed([(2, found[2])], 10**7)
