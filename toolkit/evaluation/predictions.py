@@ -131,19 +131,19 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
     scores = [_numpy(of_image["scores"]).reshape(-1) for of_image in predictions]
     labels = [_numpy(of_image["labels"]).reshape(-1) for of_image in predictions]
-    masks = _masks_by_image(predictions, image_ids)
+    masks = _masks_by_image(predictions)
     uneven = []
-    for image_id, *parts in zip(image_ids, boxes, scores, labels, strict=True):
+    for index, (image_id, *parts) in enumerate(zip(image_ids, boxes, scores, labels, strict=True)):
         num_boxes, num_scores, num_labels = map(len, parts)
         if not num_boxes == num_scores == num_labels:
             uneven.append(
                 f"prediction of image {image_id!r}: {num_boxes} boxes, {num_scores} scores, {num_labels} labels; "
                 "expected as many of each"
             )
-        if masks is not None and len(masks[image_id]) != num_boxes:
+        if masks is not None and len(masks[index]) != num_boxes:
             uneven.append(
-                f"prediction of image {image_id!r}: {num_boxes} boxes, {len(masks[image_id])} masks; expected as many "
-                "of each"
+                f"prediction of image {image_id!r}: {num_boxes} boxes, {len(masks[index])} masks; expected as many of "
+                "each"
             )
     if uneven:
         raise BadInput(uneven[:10])
@@ -154,7 +154,7 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
     if masks is not None:
-        columns = replace(columns, extra={"masks": column_of(chain.from_iterable(masks.values()))})
+        columns = replace(columns, extra={"masks": column_of(chain.from_iterable(masks))})
     of_graph = np.array(["pairs" in of_image for of_image in predictions], bool)
     if not of_graph.any():
         return columns
@@ -162,14 +162,11 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     return columns[has_class | ~of_graph[columns.image_index]]
 
 
-def _masks_by_image(predictions: Sequence[Mapping], image_ids: Sequence) -> dict[int | str, Sequence[Rle]] | None:
+def _masks_by_image(predictions: Sequence[Mapping]) -> list[Sequence[Rle]] | None:
     """Return the masks of each image's predictions; None if none of the images has the entry `masks`."""
     if not any("masks" in of_image for of_image in predictions):
         return None
-    masks = {}
-    for image_id, of_image in zip(image_ids, predictions, strict=True):
-        masks[image_id] = of_image.get("masks", ())
-    return masks
+    return [of_image.get("masks", ()) for of_image in predictions]
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
