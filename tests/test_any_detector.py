@@ -173,6 +173,7 @@ def test_a_detector_without_maps_is_refused(table):
     ({"forward": Detector.forward, "postprocess": Detector.postprocess}, ["has no forward()", "has no decode()"]),
     ({"loss_names": (), "divided_by": {}, "stride": 0}, ["no loss_names", "no divided_by", "stride is 0"]),
     ({"loss_names": ("loss", "other"), "divided_by": {"loss": "images"}}, ["names no denominator for other"]),
+    ({"predicts_masks": True}, ["has no paste_masks()"]),
 ])  # fmt: skip
 def test_everything_that_breaks_the_contract_is_named_at_once(announced, problems):
     detector = type("Broken", (Blind,), announced)(["a"], None)
@@ -182,3 +183,17 @@ def test_everything_that_breaks_the_contract_is_named_at_once(announced, problem
     assert [words in problem for words, problem in zip(problems, found, strict=True)] == [True] * len(problems)
     with pytest.raises(BadInput, match="Linear is not a detector"):
         check_contract(torch.nn.Linear(1, 1))
+
+
+def test_further_columns_of_decode_are_chosen_along():
+    """The third of four rows has no detection, the fourth too low a score; masks follow their boxes."""
+    boxes = torch.arange(32.0).view(2, 4, 4)
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.1], [0.5, 0.4, 0.3, 0.2]])
+    labels = torch.tensor([[0, 1, -1, 1], [-1, 0, 1, 1]])
+    masks = torch.arange(2 * 4 * 6.0).view(2, 4, 2, 3)
+    decode = {"decode": lambda self, *_: (boxes, scores, labels, {"masks": masks}), "postprocess": Detector.postprocess}
+    detector = type("WithMasks", (Blind,), decode)(["a", "b"], None)
+    first, second = detector.postprocess({}, None, None, score_threshold=0.25, top_k=2)
+    assert [list(each) for each in (first, second)] == [["boxes", "scores", "labels", "masks"]] * 2
+    assert torch.equal(first["masks"], masks[0, :2]) and torch.equal(first["boxes"], boxes[0, :2])
+    assert torch.equal(second["masks"], masks[1, 1:3]) and torch.equal(second["scores"], scores[1, 1:3])

@@ -86,6 +86,9 @@ class Detector(nn.Module):
         max_detections: default number of detections of an image, over all classes, that an evaluation keeps, as in the
             original program.
         object_limits: {setting: number of objects in an image that the detector can find with it}.
+        predicts_masks: `decode` also returns masks, and the targets of training must have `masks`, one uint8 tensor (N,
+            h, w) an image, of the size of the image without padding; set by `__init__` of a detector with a setting
+            `masks`.
         exported_sides: image sides that an exported file accepts: "any", "multiples" of `stride`, or "fixed" (the size
             that it was exported for); "": the detector cannot be exported.
     """
@@ -107,6 +110,7 @@ class Detector(nn.Module):
     slow_prefixes: Sequence[str] = ()
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
+    predicts_masks = False
     exported_sides = ""
     max_detections = 100
     object_limits: Mapping[str, int] = {}
@@ -146,11 +150,14 @@ class Detector(nn.Module):
 
     def decode(
         self, outputs: Mapping, sizes: Tensor, orig_sizes: Tensor, score_threshold: float, top_k: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]:
         """Return the detections of a batch as boxes, scores and labels, in the order in which `postprocess` keeps them.
 
         Boxes (B, K, 4) are float32 xyxy in pixels of the original images, scores (B, K), and labels (B, K) int64 from
         0, with -1 in rows without a detection. They stay on the device, and nothing is read from it.
+
+        A fourth value is optional: a dict of further columns (B, K, ...) by name. A detector that `predicts_masks`
+        returns `masks` (B, K, h, w) there, probabilities in float32 that `paste_masks` turns into pixels.
 
         Args:
             outputs: result of `forward`.
@@ -172,19 +179,31 @@ class Detector(nn.Module):
     ) -> list[dict[str, Tensor]]:
         """Return the detections of each image on the CPU: the first `top_k` of `decode` that score above the threshold.
 
-        Each image has a dict with `boxes (K, 4)`, `scores (K,)` and `labels (K,)`; for the arguments see `decode`. The
-        host waits for the device once.
+        Each image has a dict with `boxes (K, 4)`, `scores (K,)`, `labels (K,)` and the further columns of `decode`,
+        such as `masks (K, h, w)`; for the arguments see `decode`. The host waits for the device once, and once more
+        where `decode` waits for it.
         """
 
-        def select() -> tuple[list[Tensor], None]:
-            boxes, scores, labels = self.decode(outputs, sizes, orig_sizes, score_threshold, top_k)
+        def select() -> tuple[list[Tensor], list[str]]:
+            boxes, scores, labels, *more = self.decode(outputs, sizes, orig_sizes, score_threshold, top_k)
+            further = more[0] if more else {}
             keep = (labels >= 0) & (scores > score_threshold)
             is_in_top = keep.cumsum(1) <= top_k
-            return kept_first(keep & is_in_top, boxes, scores, labels), None
+            return kept_first(keep & is_in_top, boxes, scores, labels, *further.values()), list(further)
 
-        (counts, boxes, scores, labels), _ = settled(select)
-        columns = {"boxes": boxes, "scores": scores, "labels": labels}
+        (counts, *values), names = settled(select)
+        columns = dict(zip(["boxes", "scores", "labels", *names], values, strict=True))
         return first_rows(counts.tolist(), columns)
+
+    def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
+        """Return the pixels of detected masks in the original picture, (K, H, W) bool on the CPU.
+
+        Args:
+            masks: (K, h, w) of one image from `postprocess`, on the CPU.
+            boxes_xyxy: (K, 4) boxes of the same detections, in pixels of the original picture.
+            size_hw: its height and width.
+        """
+        raise NotImplementedError
 
     def map_taps(self) -> list[MapTap]:
         """Return the parts from which models built on this one, such as scene graphs, take feature maps; by default
@@ -262,6 +281,8 @@ def check_contract(detector: nn.Module) -> None:
     required = ["forward", "denominators", "criterion"]
     if cls.postprocess is Detector.postprocess:
         required.append("decode")
+    if detector.predicts_masks:
+        required.append("paste_masks")
     for method in required:
         default = getattr(Detector, method)
         if getattr(cls, method) is default:
