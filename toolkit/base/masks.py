@@ -195,6 +195,15 @@ def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def tight_boxes(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
+    """Return the boxes (N, 4) float64 xyxy around the pixels of N masks in a picture of this size; zeros if empty."""
+    from pycocotools import mask as coco_mask
+
+    encoded = [rle(shape, size_hw).as_coco() for shape in shapes]
+    xywh = np.array(coco_mask.toBbox(encoded), np.float64).reshape(-1, 4)
+    return np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
+
+
 def boxes_around(pixels: Tensor) -> Tensor:
     """Return the tight boxes (N, 4) float32 xyxy of masks (N, H, W); zeros for an empty mask."""
     boxes = torch.zeros(len(pixels), 4)
@@ -205,6 +214,14 @@ def boxes_around(pixels: Tensor) -> Tensor:
             corners = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
             boxes[row] = torch.stack(corners)
     return boxes
+
+
+def column_of(shapes: Sequence[Shape]) -> np.ndarray:
+    """Return N masks as an object array (N,), the form of the column `masks` of `Boxes.extra`."""
+    column = np.empty(len(shapes), object)
+    for row, shape in enumerate(shapes):
+        column[row] = shape  # one by one: NumPy would take tuples apart
+    return column
 
 
 # ---- as stored in a table --------------------------------------------------------------------------------------------
