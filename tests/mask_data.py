@@ -1,40 +1,19 @@
 """Small data sets with masks, and predictions with masks, for the tests of what judges and draws them."""
 
-import dataclasses
-
 import numpy as np
 import torch
 from report_data import SIZE, table_of
 
-from toolkit.base.masks import Rle, bitmap, column_of, rle, rles_of
-from toolkit.data.table import DetectionTable
-
-
-class MaskedTable(DetectionTable):
-    """A table with the masks `shapes`, a list of shapes for each image."""
-
-    has_masks = True
-    shapes: list
-
-    def boxes(self, masks=False):
-        boxes = super().boxes()
-        if not masks:
-            return boxes
-        column = column_of(shape for of_image in self.shapes for shape in of_image)
-        return dataclasses.replace(boxes, extra={**boxes.extra, "masks": column})
-
-    def row(self, index):
-        return super().row(index) | {"masks": self.shapes[index]}
-
-    def labelled(self):
-        return dataclasses.replace(super().labelled(), boxes=self.boxes(masks=True))
+from toolkit.base.masks import Rle, bitmap, rle, rles_of
+from toolkit.data.table_cache import write_rows
 
 
 def with_masks(table, shapes):
-    values = {field.name: getattr(table, field.name) for field in dataclasses.fields(DetectionTable)}
-    masked = MaskedTable(**values)
-    masked.shapes = shapes
-    return masked
+    """The table with masks, a list of shapes for each image."""
+    rows = [table.row(index) | {"masks": of_image} for index, of_image in enumerate(shapes)]
+    folder = table.image_root
+    about = {"categories": table.categories, "image_root": folder, "name": table.name}
+    return write_rows(rows, cache_file=folder / "masks.json", **about)
 
 
 def pixels_of(*boxes, size=SIZE):

@@ -3,7 +3,8 @@
 import contextlib
 import io
 import json
-from types import MethodType
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pycocotools.cocoeval import COCOeval
 from report_data import SIZE, table_of
 from torch import nn
 
+from scripts import train_faster_rcnn
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap, rles_of
@@ -21,7 +23,11 @@ from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
 from toolkit.evaluation.predictions import boxes_of, write_predictions
+from toolkit.models import DetectorOptions
 from toolkit.models.detector import Detector
+from toolkit.run.best import Best
+from toolkit.run.command_line import parse_config
+from toolkit.run.validation import check_metric
 from toolkit.tools.predictions_file import read_predictions
 
 NAMES = [f"segm_{name}" for name in COCO_METRICS]
@@ -35,9 +41,8 @@ def plain_pycocotools(folder, table, predictions):
         del entry["bbox"]  # else loadRes takes the area of the box for that of the mask
     truth = table.boxes()
     ids = table.image_ids()
-    shapes = [shape for of_image in table.shapes for shape in of_image]
     annotations = []
-    for row, shape in enumerate(shapes):
+    for row, shape in enumerate(table.boxes(masks=True).extra["masks"]):
         annotations.append({
             "id": row + 1,
             "image_id": int(ids[truth.image_index[row]]),
@@ -77,7 +82,7 @@ def test_masks_are_judged_as_by_pycocotools(tmp_path, seed):
 
 def test_more_than_a_hundred_masks_of_a_class(tmp_path):
     table, predictions = random_masks(tmp_path, 2, 1, seed=5, dets=3)
-    pixels = torch.from_numpy(bitmap(table.shapes[0][0], SIZE)).bool()
+    pixels = torch.from_numpy(bitmap(table.row(0)["masks"][0], SIZE)).bool()
     shifted = torch.stack([pixels.roll(shift % 7, 0) for shift in range(130)])
     many = {"boxes": np.tile([10.0, 10, 50, 50], (130, 1)), "scores": np.linspace(0.1, 0.9, 130),
             "labels": np.zeros(130, int), "masks": rles_of(shifted)}  # fmt: skip
@@ -140,9 +145,17 @@ def test_file_of_predictions_with_masks(tmp_path):
     assert "detection 1: has no segmentation" in str(caught.value) and "detection 2: " in str(caught.value)
 
 
+@dataclass
+class PasterOptions(DetectorOptions):
+    masks: bool = False
+    """Predict masks."""
+
+
 class Paster(Detector):
     """Finds as many boxes as the image's id says, each with a mask of 2 x 2 probabilities."""
 
+    Options = PasterOptions
+    predicts_masks = True
     loss_names = ("loss",)
     divided_by = "images"
 
@@ -189,3 +202,33 @@ def test_masks_of_a_detector_become_run_lengths(monkeypatch):
             assert mask.size_hw == (40, 30 + number)
             assert np.array_equal(bitmap(mask, mask.size_hw)[:2, :2], probabilities > 0.5)
     assert "GB" in memory_needed([(2, found[2])], 10**7)
+
+
+@pytest.mark.parametrize(
+    ("words", "of_file", "expected"),
+    [
+        ([], {}, "segm_AP"),
+        ([], {"eval": {"metric_for_best": "ema/bbox_AP"}}, "ema/segm_AP"),  # a file for boxes
+        ([], {"eval": {"metric_for_best": "bbox_AP50"}}, "bbox_AP50"),
+        ([], {"eval": {"metric_for_best": "bbox_AP"}, "model": {"masks": True}}, "bbox_AP"),
+        (["--eval.metric_for_best", "bbox_AP"], {}, "bbox_AP"),
+        (["--model.masks", "false"], {}, "bbox_AP"),
+    ],
+)
+def test_masks_select_the_best_checkpoint(tmp_path, words, of_file, expected):
+    file = tmp_path / "settings.yaml"
+    file.write_text(json.dumps(of_file))
+    words = ["--model.masks", "true", *words, "--config", str(file)]
+    config = parse_config(train_faster_rcnn.Config, ["--model.architecture", f"{__name__}:Paster", *words])
+    assert config.eval.metric_for_best == expected
+
+
+def test_metric_of_masks_is_known_before_training(tmp_path):
+    table, _ = random_masks(tmp_path, 3, 1)
+    detector = Paster()
+    t = SimpleNamespace(detector=detector, ema=SimpleNamespace(is_on=False), loss_weights=SimpleNamespace(row_names=()))
+    t.validation = SimpleNamespace(evaluator=CocoEvaluator(table), best=Best("segm_AP"))
+    check_metric(t)
+    detector.predicts_masks = False
+    with pytest.raises(BadInput, match="segm_AP: no such metric"):
+        check_metric(t)

@@ -4,7 +4,7 @@ A mask is a `Shape`: polygons, run lengths, or None if the object has no mask. S
 pixels are needed. They are drawn by pycocotools, so that pixels, areas and IoU are those of COCO's evaluation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -119,15 +119,6 @@ def joined(parts: Sequence[Masks]) -> Masks:
         np.concatenate([part.shift for part in parts]),
         np.concatenate([part.windows_xyxy for part in parts]),
     )
-
-
-def column_of(shapes: Iterable[Shape]) -> np.ndarray:
-    """Return the masks of N objects as a column of `Boxes.extra`, (N,) Python objects."""
-    shapes = list(shapes)
-    column = np.empty(len(shapes), object)
-    for row, shape in enumerate(shapes):  # one by one: NumPy would take the fields of an `Rle` for a second axis
-        column[row] = shape
-    return column
 
 
 def _whole_pixels(window_xyxy: np.ndarray, size_hw: Size) -> list[int]:

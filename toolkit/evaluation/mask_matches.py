@@ -22,7 +22,7 @@ def masks_of_truth(table) -> np.ndarray | None:
 
     An object without a mask, which is a crowd region among objects with masks, gets its box as its mask.
     """
-    if not getattr(table, "has_masks", False):
+    if not table.has_masks:
         return None
     truth = table.boxes(masks=True)
     sizes_hw = table.sizes_hw()[truth.image_index].tolist()

@@ -154,7 +154,7 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
     if masks is not None:
-        columns = replace(columns, extra={"masks": column_of(chain.from_iterable(masks))})
+        columns = replace(columns, extra={"masks": column_of(list(chain.from_iterable(masks)))})
     of_graph = np.array(["pairs" in of_image for of_image in predictions], bool)
     if not of_graph.any():
         return columns
