@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mask_data import pixels_of, random_masks, segmentation_of, with_masks
+from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from report_data import SIZE, table_of
@@ -19,15 +20,21 @@ from scripts import train_faster_rcnn
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap, rles_of
+from toolkit.data.annotations import ImageRow
+from toolkit.data.table import Category, LabelledImages
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import COCO_METRICS
+from toolkit.evaluation.draw import Mark, draw_marks, picture_of, picture_with_boxes
 from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
-from toolkit.evaluation.predictions import boxes_of, write_predictions
+from toolkit.evaluation.predictions import boxes_of, joined, write_predictions
 from toolkit.models import DetectorOptions
 from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.validation import check_metric
+from toolkit.tools.predict.outputs import write_outputs
+from toolkit.tools.predict.prediction import Predictor, of_classes, own_predict
+from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.predictions_file import read_predictions
 
 NAMES = [f"segm_{name}" for name in COCO_METRICS]
@@ -232,3 +239,71 @@ def test_metric_of_masks_is_known_before_training(tmp_path):
     detector.predicts_masks = False
     with pytest.raises(BadInput, match="segm_AP: no such metric"):
         check_metric(t)
+
+
+def test_predictor_gives_pixels_and_writes_run_lengths(tmp_path):
+    categories = [Category(3, "cat")]
+    predictor = Predictor("test", categories, own_predict(Paster(), None), masks=True)
+    pictures = [torch.zeros(3, 20, 30, dtype=torch.uint8)] * 3
+    found = predictor(pictures, 0.0)
+    assert [each["masks"].shape for each in found] == [(0, 20, 30), (3, 20, 30), (6, 20, 30)]
+    assert found[2]["masks"].dtype == torch.bool and not found[2]["masks"][:, 2:].any()
+    picture = picture_with_boxes(pictures[2], found[2], ["cat"], smallest_side=30)  # from pixels
+
+    detections = predictor.predict(pictures, 0.0)[2]
+    entries = predictor.as_json(detections)["detections"]
+    assert entries[0]["segmentation"]["size"] == [20, 30]
+    again = rle_of_json(entries[0]["segmentation"])
+    assert again == detections["masks"][0]
+    assert picture.size == picture_with_boxes(pictures[2], detections, ["cat"], smallest_side=30).size
+
+    only = of_classes(predictor, ["cat"]).predict(pictures, 0.0)[2]
+    assert len(only["masks"]) == 6 and isinstance(only["masks"][0], Rle)
+    for changed in (lambda: tiled(predictor, 10), lambda: flipped(predictor)):
+        with pytest.raises(BadInput, match="masks are not merged"):
+            changed()
+
+    rows = [ImageRow(7, str(tmp_path / "a.png"), 30, 20)]
+    boxes = joined([detections], [7])
+    labelled = LabelledImages(rows, boxes, categories)
+    write_outputs({"images": [], "errors": []}, labelled, ["a.png"], ["coco"], tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [entry["segmentation"] for entry in results] == [entry["segmentation"] for entry in entries]
+
+
+def rle_of_json(segmentation):
+    return Rle(tuple(segmentation["size"]), segmentation["counts"].encode())
+
+
+def test_masks_are_drawn():
+    image = torch.zeros(3, 60, 80, dtype=torch.uint8)
+    (mask,) = rles_of(pixels_of([20, 10, 60, 50], size=(60, 80)))
+    marks = [Mark([20, 10, 60, 50], "#FF0000", mask=mask), Mark([2, 2, 8, 8], "#00FF00", dashed=True)]
+    picture = picture_of(image)
+    draw_marks(picture, marks)
+    inside, outside = picture.getpixel((40, 30)), picture.getpixel((70, 30))
+    assert inside[0] in range(90, 115) and inside[1:] == (0, 0) and outside == (0, 0, 0)
+
+    outline = picture_of(image)
+    draw_marks(outline, [Mark([0, 0, 1, 1], "#FF0000", dashed=True, mask=mask)])
+    assert outline.getpixel((40, 30)) == (0, 0, 0) and outline.getpixel((20, 30)) == (255, 0, 0)
+
+    part = picture_of(image[:, :30, :40]).resize((80, 60))  # the upper left quarter, twice as large
+    draw_marks(part, [Mark([0, 0, 1, 1], "#FF0000", mask=mask)], scale=2, corner=(20, 10))
+    assert part.getpixel((70, 50))[0] in range(90, 115)  # the pixel (55, 35) of the image
+    assert part.getpixel((2, 40))[0] > 90 and picture.getpixel((17, 30)) == (0, 0, 0)
+    away = picture_of(image)
+    draw_marks(away, [Mark([0, 0, 1, 1], "#FF0000", mask=mask)], corner=(60, 50))
+    assert away.getpixel((10, 10)) == (0, 0, 0)
+
+
+def test_pictures_of_an_evaluation_have_masks(tmp_path):
+    table, predictions = random_masks(tmp_path, 4, 2, seed=2, draw=True)
+    for each in predictions.values():
+        each |= {name: torch.from_numpy(each[name]) for name in ("boxes", "scores", "labels")}
+    with_them = Image.open(CocoEvaluator(table).draw(predictions, 2, tmp_path / "masks.png"))
+    for each in predictions.values():
+        del each["masks"]
+    without = Image.open(CocoEvaluator(table).draw(predictions, 2, tmp_path / "boxes.png"))
+    changed = (np.asarray(with_them) != np.asarray(without)).any(axis=2)
+    assert with_them.size == without.size and changed.mean() > 0.005

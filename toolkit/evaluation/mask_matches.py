@@ -49,7 +49,7 @@ def match_masks(matches: Matches, truth_masks: np.ndarray) -> Matches:
     found = matches.found
     _check_sizes(matches)
     truth = replace(matches.truth, extra={**matches.truth.extra, "masks": truth_masks})
-    found = replace(found, area=areas(found.extra["masks"], (0, 0)))
+    found = replace(found, area=areas(found.extra["masks"], (0, 0)))  # run lengths have their own size
     det, gt, iou = _overlaps(found, truth)
     return replace(matches, truth=truth, found=found, det=det, gt=gt, iou=iou, by_mask=True)
 

@@ -51,8 +51,10 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
     """
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]
-    of_objects = ("boxes", "scores", "labels", "attribute_scores", "masks")
+    of_objects = ("boxes", "scores", "labels", "attribute_scores")
     result = {key: detections[key][order] for key in of_objects if key in detections}
+    if "masks" in detections:
+        result["masks"] = selected_masks(detections["masks"], order)
     if "pairs" in detections:
         position = torch.full_like(detections["labels"], -1)  # new row of each box; -1: it is left out
         position[order] = torch.arange(len(order), device=order.device)
@@ -64,7 +66,14 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
         for key in PAIR_FIELDS[1:]:
             if key in detections:
                 result[key] = detections[key][kept]
-    return {key: value.cpu() for key, value in result.items()}
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in result.items()}
+
+
+def selected_masks(masks: Tensor | Sequence[Rle], rows: Tensor) -> Tensor | list[Rle]:
+    """Return the masks with these row numbers, of a tensor (K, ...) or of a list."""
+    if isinstance(masks, Tensor):
+        return masks[rows]
+    return [masks[row] for row in rows.tolist()]
 
 
 def detections_as_json(
@@ -73,7 +82,8 @@ def detections_as_json(
     """Convert the detections of one image to COCO results, best first.
 
     Each entry has `category_id` and `category` (the name), `bbox` [x, y, width, height] in pixels, and `score`. If the
-    detections have scores of attributes, the entry also has `attributes`, the names with scores above 0.5.
+    detections have scores of attributes, the entry also has `attributes`, the names with scores above 0.5; if they have
+    masks, `segmentation`, compressed run lengths.
 
     Args:
         detections: the result of `best_first`.
@@ -96,6 +106,9 @@ def detections_as_json(
         for entry, scores in zip(entries, detections["attribute_scores"].tolist(), strict=True):
             named = zip(attributes, scores, strict=True)
             entry["attributes"] = [name for name, score in named if score > MIN_ATTRIBUTE_SCORE]
+    if "masks" in detections:
+        for entry, mask in zip(entries, detections["masks"], strict=True):
+            entry["segmentation"] = mask.as_json()
     return entries
 
 

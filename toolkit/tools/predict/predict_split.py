@@ -151,6 +151,8 @@ def predict_run(
     tiling = chosen_tiling(options.tile, options.overlap, config["data"], size)
     if tiling is not None and getattr(detector, "predicates", None):
         raise BadInput(f"--tile {options.tile}: relations of a scene graph cannot be merged; leave it out")
+    if tiling is not None and detector.predicts_masks:
+        raise BadInput(f"--tile {tiling.tile_hw[0]}: masks are not merged, only boxes are; leave it out, or give 0")
     result = predict_pictures(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         _loader(table, config, detector.stride, device, tiling),
