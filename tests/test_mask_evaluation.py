@@ -36,6 +36,10 @@ from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.predict.prediction import Predictor, of_classes, own_predict
 from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.predictions_file import read_predictions
+from toolkit.tools.report.facts import RunFacts
+from toolkit.tools.report.gallery import PictureMaker, images, mistakes
+from toolkit.tools.report.judgement import judge
+from toolkit.tools.report.write import write_comparison, write_page
 
 NAMES = [f"segm_{name}" for name in COCO_METRICS]
 
@@ -307,3 +311,44 @@ def test_pictures_of_an_evaluation_have_masks(tmp_path):
     without = Image.open(CocoEvaluator(table).draw(predictions, 2, tmp_path / "boxes.png"))
     changed = (np.asarray(with_them) != np.asarray(without)).any(axis=2)
     assert with_them.size == without.size and changed.mean() > 0.005
+
+
+def test_report_of_masks(tmp_path):
+    """Thresholds, errors and confusions are those of masks; the numbers of boxes stay beside those of masks."""
+    table, predictions = random_masks(tmp_path, 20, 2, seed=9, draw=True)
+    judged = judge("masks", predictions, table, draws=20)
+    row = CocoEvaluator(table).evaluate(predictions)
+    for name in COCO_METRICS:
+        assert judged.numbers[name] == row[f"bbox_{name}"] and judged.numbers[f"segm_{name}"] == row[f"segm_{name}"]
+    low, high = judged.intervals["segm_AP"]
+    assert low <= judged.numbers["segm_AP"] <= high
+    boxes = {id_: {k: v for k, v in each.items() if k != "masks"} for id_, each in predictions.items()}
+    of_boxes = judge("boxes", boxes, table, draws=20)
+    assert of_boxes.numbers["AP"] == judged.numbers["AP"] and of_boxes.voc == judged.voc
+    assert judged.errors.cost != of_boxes.errors.cost and judged.overall.total == of_boxes.overall.total
+
+    page = write_page(tmp_path / "report", judged, RunFacts(), "masks").read_text()
+    assert "segm_AP" in page and "IoU of masks 0.5" in page
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert content["classes"]["class 0"]["segm_AP"] == pytest.approx(row["segm_AP/class 0"], nan_ok=True)
+    assert content["threshold"] == judged.threshold and len(content["segm_ap_by_iou"]) == 10
+    plain = write_page(tmp_path / "boxes", of_boxes, RunFacts(), "boxes").read_text()
+    assert "segm_" not in plain and "masks 0.5" not in plain
+
+    write_comparison(tmp_path / "both", [judged, of_boxes])
+    compared = json.loads((tmp_path / "both" / "report.json").read_text())
+    assert {d["metric"] for d in compared["differences"]} <= set(COCO_METRICS)  # what both have
+    write_comparison(tmp_path / "twice", [judged, judged])
+    assert "segm_AP" in (tmp_path / "twice" / "index.html").read_text()
+
+
+def test_pictures_of_a_report_have_masks(tmp_path):
+    table, predictions = random_masks(tmp_path, 6, 1, seed=1, draw=True)
+    judged = judge("masks", predictions, table, draws=2)
+    drawn = []
+    maker = PictureMaker(table, tmp_path)
+    maker.of = lambda image, marks, *_, **__: drawn.append(marks) or ""
+    images(judged, maker)
+    mistakes(judged, maker)
+    marks = [mark for some in drawn for mark in some]
+    assert marks and all(isinstance(mark.mask, Rle) for mark in marks)
