@@ -36,10 +36,12 @@ from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.predict.prediction import Predictor, of_classes, own_predict
 from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.predictions_file import read_predictions
+from toolkit.tools.report.evaluation_display import shown_evaluation
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.gallery import PictureMaker, images, mistakes
 from toolkit.tools.report.judgement import judge
 from toolkit.tools.report.write import write_comparison, write_page
+from toolkit.tools.trackers.weights_and_biases import _image
 
 NAMES = [f"segm_{name}" for name in COCO_METRICS]
 
@@ -352,3 +354,26 @@ def test_pictures_of_a_report_have_masks(tmp_path):
     mistakes(judged, maker)
     marks = [mark for some in drawn for mark in some]
     assert marks and all(isinstance(mark.mask, Rle) for mark in marks)
+
+
+def test_trackers_get_masks(tmp_path):
+    import wandb
+
+    table, predictions = random_masks(tmp_path, 6, 2, seed=6, draw=True)
+    evaluator = CocoEvaluator(table)
+    scores = evaluator.evaluate(predictions)
+    display = shown_evaluation(table, evaluator.mask_matches, scores, 3, None)
+    (first, *_) = [shown for shown in display.images if shown.truth_map.any()]
+    position = table.image_ids().tolist().index(first.image_id)
+    row = table.row(position)
+    for shape, label in zip(row["masks"], row["objects"]["category"], strict=True):
+        labels = first.truth_map[bitmap(shape, SIZE) > 0]
+        assert not len(labels) or (labels > 0).all() and (1 + label in labels or len(row["masks"]) > 1)
+    image = _image(wandb, first, display.class_names)
+    layers = image._masks
+    assert set(layers) == {"ground_truth", "predictions"}
+    assert layers["predictions"]._val["class_labels"] == {0: "background", 1: "class 0", 2: "class 1"}
+    assert np.array_equal(layers["predictions"]._val["mask_data"], first.found_map)
+
+    boxes = shown_evaluation(table, evaluator.matches, scores, 1, None).images[0]
+    assert boxes.truth_map is None and not _image(wandb, boxes, display.class_names)._masks
