@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from report_data import SIZE, table_of
 
-from toolkit.base.masks import Rle, bitmap, rle, rles_of
+from toolkit.base.masks import bitmap, rle, rles_of
+from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table_cache import write_rows
 
 
@@ -70,7 +71,8 @@ def random_masks(folder, images=20, classes=3, seed=0, crowd=0.15, scores=1000, 
             if len(boxes) and rng.random() < 0.8:
                 at = int(rng.integers(len(boxes)))
                 pixels = bitmap(of_image[at], size).astype(bool)
-                found[row] = np.roll(pixels, rng.integers(-3, 4, 2), (0, 1))
+                furthest = int(rng.choice([0, 1, 3]))
+                found[row] = np.roll(pixels, rng.integers(-furthest, furthest + 1, 2), (0, 1))
                 found_boxes[row] = boxes[at] + rng.normal(0, 2, 4)
                 if rng.random() < 0.8:
                     found_labels[row] = labels[at]
@@ -88,8 +90,23 @@ def random_masks(folder, images=20, classes=3, seed=0, crowd=0.15, scores=1000, 
     return table, dict(zip(table.image_ids().tolist(), predictions, strict=True))
 
 
-def segmentation_of(shape):
-    """A shape as COCO's JSON has it."""
-    if isinstance(shape, Rle):
-        return {"size": list(shape.size_hw), "counts": shape.counts.decode()}
-    return [ring.ravel().tolist() for ring in shape]
+def coco_document(table):
+    """The annotations of a table as a COCO file has them."""
+    truth = table.boxes(masks=True)
+    ids = table.image_ids().tolist()
+    annotations = []
+    for row, shape in enumerate(truth.extra["masks"]):
+        annotations.append({
+            "id": row + 1,
+            "image_id": ids[truth.image_index[row]],
+            "category_id": table.categories[truth.labels[row]].id,
+            "bbox": truth.xywh[row].tolist(),
+            "area": float(truth.area[row]),
+            "iscrowd": int(truth.iscrowd[row]),
+            "segmentation": to_segmentation(shape),
+        })  # fmt: skip
+    images = []
+    for index, (id_, (height, width)) in enumerate(zip(ids, table.sizes_hw().tolist(), strict=True)):
+        images.append({"id": id_, "file_name": table.file_name(index), "height": height, "width": width})
+    categories = [{"id": category.id, "name": category.name} for category in table.categories]
+    return {"images": images, "annotations": annotations, "categories": categories, "info": {}}

@@ -9,14 +9,14 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mask_data import pixels_of, random_masks, segmentation_of, with_masks
+from mask_data import coco_document, pixels_of, random_masks, with_masks
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from report_data import SIZE, table_of
 from torch import nn
 
-from scripts import train_faster_rcnn
+from scripts import evaluate, report, train_faster_rcnn
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap, rles_of
@@ -52,27 +52,8 @@ def plain_pycocotools(folder, table, predictions):
     results = json.loads(file.read_text())
     for entry in results:
         del entry["bbox"]  # else loadRes takes the area of the box for that of the mask
-    truth = table.boxes()
-    ids = table.image_ids()
-    annotations = []
-    for row, shape in enumerate(table.boxes(masks=True).extra["masks"]):
-        annotations.append({
-            "id": row + 1,
-            "image_id": int(ids[truth.image_index[row]]),
-            "category_id": table.categories[truth.labels[row]].id,
-            "bbox": truth.xywh[row].tolist(),
-            "area": float(truth.area[row]),
-            "iscrowd": int(truth.iscrowd[row]),
-            "segmentation": segmentation_of(shape),
-        })  # fmt: skip
-    height, width = SIZE
     coco = COCO()
-    coco.dataset = {
-        "images": [{"id": int(id_), "height": height, "width": width} for id_ in ids],
-        "categories": [{"id": category.id} for category in table.categories],
-        "annotations": annotations,
-        "info": {},
-    }
+    coco.dataset = coco_document(table)
     with contextlib.redirect_stdout(io.StringIO()):
         coco.createIndex()
         run = COCOeval(coco, coco.loadRes(results), "segm")
@@ -377,3 +358,31 @@ def test_trackers_get_masks(tmp_path):
 
     boxes = shown_evaluation(table, evaluator.matches, scores, 1, None).images[0]
     assert boxes.truth_map is None and not _image(wandb, boxes, display.class_names)._masks
+
+
+def test_scripts_judge_the_masks_of_another_program(tmp_path, capsys):
+    table, predictions = random_masks(tmp_path / "data", 6, 2, seed=3, draw=True)
+    truth = tmp_path / "data" / "truth.json"
+    document = coco_document(table)
+    for annotation in document["annotations"]:
+        if isinstance(annotation["segmentation"], list) and annotation["segmentation"][0][0] == 3.1:
+            annotation["segmentation"] = [[0, 0, 9, 0, 9, 9, 0, 9]]  # instead of no pixel, which the data check refuses
+    truth.write_text(json.dumps(document))
+    results = write_predictions(tmp_path / "results.json", predictions, table)
+    results.with_suffix(".about.json").unlink()
+    words = [str(results), "--split", str(truth), "--image-dir", str(tmp_path / "data")]
+    assert evaluate.main([*words, "--expect.segm_AP", "0.01", "--save", str(tmp_path / "again.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "mask AP50" in printed and '"segm_AP50": ' in printed
+
+    report.main([str(tmp_path / "again.json"), "--out", str(tmp_path / "report")])  # opens the data as they were named
+    content = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert f'"segm_AP": {content["numbers"]["segm_AP"]}' in printed
+    capsys.readouterr()
+
+    for annotation in document["annotations"]:
+        del annotation["segmentation"]
+    truth.write_text(json.dumps(document))
+    assert evaluate.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "only its boxes are judged, not its masks: " in printed and "segm_AP" not in printed
