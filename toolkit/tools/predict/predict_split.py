@@ -288,7 +288,7 @@ def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     They are read with masks if the run's detector predicts masks. config: the settings of the run.
     """
     data = config["data"]
-    masks = {"masks": True} if config["model"].get("masks") else {}
+    masks = {"masks": True} if config.get("model", {}).get("masks") else {}
     split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
     other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
