@@ -14,7 +14,8 @@ from torch import Tensor
 
 NONE = -1  # number of rings in the stored form: the object has no mask
 RUNS = -2  # of a mask that is run lengths
-AREAS_AT_ONCE = 255  # more fail in `pycocotools.mask.area`, which makes a uint8 of their number
+
+MASKS_AT_ONCE = 255  # with more of them, pycocotools' `area` fails (OverflowError)
 
 Size = tuple[int, int]  # height, width in pixels
 
@@ -179,10 +180,10 @@ def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
     """Return the number of pixels of each of N masks in a picture of this size, (N,) float64."""
     from pycocotools import mask as coco_mask
 
-    encoded = [rle(shape, size_hw).as_coco() for shape in shapes]
     parts = [np.zeros(0)]
-    for first in range(0, len(encoded), AREAS_AT_ONCE):
-        parts.append(np.array(coco_mask.area(encoded[first : first + AREAS_AT_ONCE]), np.float64).reshape(-1))
+    for start in range(0, len(shapes), MASKS_AT_ONCE):
+        encoded = [rle(shape, size_hw).as_coco() for shape in shapes[start : start + MASKS_AT_ONCE]]
+        parts.append(np.array(coco_mask.area(encoded), np.float64))
     return np.concatenate(parts)
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from toolkit.base.boxes import Boxes
+from toolkit.base.boxes import Boxes, offsets_of
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, column_of, tight_boxes
 from toolkit.data.annotations import Annotations, ImageRow
-from toolkit.data.segmentations import clipped, polygon_areas, rectangle
+from toolkit.data.segmentations import MAX_MASK_COORDINATE_PX, clipped, polygon_areas, rectangle
 from toolkit.data.table import Problem
 
 ROUNDING_PX = 0.01  # as far as this outside, a corner is moved to the border without a word
@@ -51,7 +51,9 @@ def with_masks(
     """
     found: Found = {UNUSABLE: [], REPAIRED: [], OTHER_AREA: [], OTHER_BOX: []}
     shapes = _usable_shapes(boxes, order, annotations, images, found)
+    sizes_hw = _sizes_hw(boxes, images)
     has_mask = np.array([shape is not None for shape in shapes], bool)
+    has_size = np.array([size is not None for size in sizes_hw], bool)
     if len(boxes) and not has_mask.any():
         fault = f"{file}: none of its {len(boxes)} objects has a mask that can be used; leave model.masks out"
         first = [message for _, message in found[UNUSABLE][:MAX_NAMED]]
@@ -59,13 +61,12 @@ def with_masks(
 
     given = np.array(annotations.area, np.float64)[order]
     is_odd = np.isin(order, list(annotations.odd))  # the area of such an entry was read with its box
-    lacks_area = has_mask & np.isnan(given) & ~is_odd
+    lacks_area = has_mask & has_size & np.isnan(given) & ~is_odd
     area = boxes.area.copy()
-    of_masks = _sizes_hw(boxes, images)
     for row in np.flatnonzero(lacks_area).tolist():
-        area[row] = areas([shapes[row]], of_masks[row])[0]
-    compared = np.flatnonzero(has_mask & ~boxes.iscrowd)
-    _compare(compared, shapes, boxes, given, of_masks, found)
+        area[row] = areas([shapes[row]], sizes_hw[row])[0]
+    compared = np.flatnonzero(has_mask & has_size & ~boxes.iscrowd)
+    _compare(compared, shapes, boxes, given, sizes_hw, found)
 
     for row in np.flatnonzero(~has_mask).tolist():
         shapes[row] = rectangle(boxes.xyxy[row])
@@ -74,12 +75,14 @@ def with_masks(
     return replace(boxes, area=area, iscrowd=boxes.iscrowd | ~has_mask, extra=extra)
 
 
-def _sizes_hw(boxes: Boxes, images: Sequence[ImageRow]) -> list[Size]:
-    """Return height and width of the image of each box; zeros for an unusable image."""
+def _sizes_hw(boxes: Boxes, images: Sequence[ImageRow]) -> list[Size | None]:
+    """Return height and width of the image of each box; None for an image without a plausible size, which is reported.
+    """
     sizes = []
     for image in images:
-        has_size = isinstance(image.height, int | float) and isinstance(image.width, int | float)
-        sizes.append((int(image.height), int(image.width)) if has_size else (0, 0))
+        sides = (image.height, image.width)
+        has_size = all(isinstance(side, int | float) and 0 < side < MAX_MASK_COORDINATE_PX for side in sides)
+        sizes.append((int(image.height), int(image.width)) if has_size else None)
     return [sizes[index] for index in boxes.image_index.tolist()]
 
 
@@ -87,18 +90,21 @@ def _usable_shapes(
     boxes: Boxes, order: np.ndarray, annotations: Annotations, images: Sequence[ImageRow], found: Found
 ) -> list[Shape]:
     """Return the mask of each box inside its image, None if it has none that can be used."""
-    shapes: list[Shape] = []
+    shapes = [annotations.masks.get(number) for number in order.tolist()]
     sizes_hw = _sizes_hw(boxes, images)
-    for row, number in enumerate(order.tolist()):
-        faults = list(annotations.mask_faults.get(number, ()))
-        shape = annotations.masks.get(number)
-        if shape is not None:
-            shape, fault = _inside(shape, sizes_hw[row])
+    height, width = np.array([size or (np.inf, np.inf) for size in sizes_hw]).reshape(-1, 2).T
+    area, around = _by_corners(shapes)
+    is_inside = (around[:, :2] >= 0).all(axis=1) & (around[:, 2] <= width) & (around[:, 3] <= height)
+    is_plain = is_inside & (area >= SMALL_PX)
+    has_faults = np.isin(order, list(annotations.mask_faults))
+    for row in np.flatnonzero(~is_plain | has_faults).tolist():
+        faults = list(annotations.mask_faults.get(int(order[row]), ()))
+        if shapes[row] is not None and sizes_hw[row] is not None:
+            shapes[row], fault = _inside(shapes[row], sizes_hw[row])
             faults += [fault] if fault else []
-        shapes.append(shape)
-        if shape is not None and faults:
+        if shapes[row] is not None and faults:
             found[REPAIRED].append((row, f"mask repaired: {'; '.join(faults)}"))
-        elif shape is None and not boxes.iscrowd[row]:
+        elif shapes[row] is None and not boxes.iscrowd[row]:
             why = "; ".join(faults) or "there is none"
             found[UNUSABLE].append((row, f"no usable mask: {why}; the object becomes a crowd region"))
     return shapes
@@ -128,6 +134,32 @@ def _inside(shape: Polygons | Rle, size_hw: Size) -> tuple[Shape, str]:
     return shape, change
 
 
+def mended_areas(boxes: Boxes, images: Sequence[ImageRow]) -> dict[int, float]:
+    """Return, by row, the areas of the masks of those objects whose annotated area differs from it by more than 5 %.
+
+    boxes: with masks, as of `with_masks`. images: of the boxes.
+    """
+    shapes = boxes.extra["masks"].tolist()
+    rows = np.flatnonzero(~boxes.iscrowd)
+    area, _ = _by_corners([shapes[row] for row in rows.tolist()])
+    return _other_areas(rows, area, shapes, boxes.area, _sizes_hw(boxes, images))
+
+
+def _other_areas(
+    rows: np.ndarray, by_corners: np.ndarray, shapes: Sequence[Shape], given: np.ndarray, sizes_hw: Sequence[Size]
+) -> dict[int, float]:
+    """Return, by row, the areas of masks that differ from those given, in these rows.
+
+    by_corners: (R,) areas by the corners. What seems to differ by these may fit the pixels, since polygons may overlap.
+    """
+    found = {}
+    for row in rows[_differs(by_corners, given[rows])].tolist():
+        of_pixels = areas([shapes[row]], sizes_hw[row])
+        if _differs(of_pixels, given[row : row + 1])[0]:
+            found[row] = float(of_pixels[0])
+    return found
+
+
 def _compare(
     rows: np.ndarray, shapes: Sequence[Shape], boxes: Boxes, given: np.ndarray, sizes_hw: Sequence[Size], found: Found
 ) -> None:
@@ -135,56 +167,47 @@ def _compare(
 
     given: (N,) annotated areas, NaN if missing.
     """
-    area, around = _by_corners(rows, shapes)
-    other_area = _differs(area, given[rows])
-    other_box = _is_other_box(around, boxes.xyxy[rows])
-    # What seems to differ by corners may fit the pixels: polygons may overlap.
-    for at in np.flatnonzero(other_area | other_box).tolist():
-        row = int(rows[at])
-        of_pixels = areas([shapes[row]], sizes_hw[row])
-        if other_area[at] and _differs(of_pixels, given[row : row + 1])[0]:
-            message = f"the mask has {of_pixels[0]:.0f} pixels, the annotated area is {given[row]:g}; kept"
-            found[OTHER_AREA].append((row, message))
+    area, around = _by_corners([shapes[row] for row in rows.tolist()])
+    for row, of_mask in _other_areas(rows, area, shapes, given, sizes_hw).items():
+        message = f"the mask has {of_mask:.0f} pixels, the annotated area is {given[row]:g}; kept"
+        found[OTHER_AREA].append((row, message))
+    for row in rows[_is_other_box(around, boxes.xyxy[rows])].tolist():
         box = tight_boxes([shapes[row]], sizes_hw[row])
-        if other_box[at] and _is_other_box(box, boxes.xyxy[row : row + 1])[0]:
+        if _is_other_box(box, boxes.xyxy[row : row + 1])[0]:
             message = f"the box is {_written(boxes.xyxy[row])}, the one around its mask {_written(box[0])}; both kept"
             found[OTHER_BOX].append((row, message))
 
 
-def _by_corners(rows: np.ndarray, shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
-    """Return areas (R,) and boxes (R, 4) xyxy of the masks in these rows; of polygons by their corners alone."""
-    area = np.zeros(len(rows))
-    around = np.tile([np.inf, np.inf, -np.inf, -np.inf], (len(rows), 1))
-    rings = []
-    owners = []
-    for at, row in enumerate(rows.tolist()):
-        shape = shapes[row]
-        if isinstance(shape, Rle):
-            area[at] = areas([shape], shape.size_hw)[0]
-            around[at] = tight_boxes([shape], shape.size_hw)[0]
-        else:
-            rings += shape
-            owners += [at] * len(shape)
-    if rings:
-        lengths = [len(ring) for ring in rings]
-        owner_of_corner = np.repeat(owners, lengths)
-        corners = np.concatenate(rings)
-        np.add.at(area, owners, polygon_areas(rings))
-        np.minimum.at(around, (owner_of_corner[:, None], [[0, 1]]), corners)
-        np.maximum.at(around, (owner_of_corner[:, None], [[2, 3]]), corners)
+def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
+    """Return areas (N,) and boxes (N, 4) xyxy of polygons, by their corners alone; NaN for all other masks.
+
+    Where polygons of a mask overlap, the area is larger than that of its pixels.
+    """
+    area = np.full(len(shapes), np.nan)
+    around = np.full((len(shapes), 4), np.nan)
+    rows = [row for row, shape in enumerate(shapes) if shape is not None and not isinstance(shape, Rle)]
+    if not rows:
+        return area, around
+    rings = [ring for row in rows for ring in shapes[row]]
+    first_ring = offsets_of([len(shapes[row]) for row in rows])[:-1]
+    first_corner = offsets_of([len(ring) for ring in rings])[first_ring]
+    corners = np.concatenate(rings)
+    area[rows] = np.add.reduceat(polygon_areas(rings), first_ring)
+    around[rows, :2] = np.minimum.reduceat(corners, first_corner)
+    around[rows, 2:] = np.maximum.reduceat(corners, first_corner)
     return area, around
 
 
 def _differs(area: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Return (N,) bool; False where no area is given."""
-    return np.abs(area - given) > AREA_TOLERANCE * given
+    """Return (N,) bool, True where `area` is NaN, which is to be measured; False where no area is given."""
+    return ~np.isnan(given) & ~(np.abs(area - given) <= AREA_TOLERANCE * given)
 
 
 def _is_other_box(around_xyxy: np.ndarray, xyxy: np.ndarray) -> np.ndarray:
-    """Return (N,) bool, whether an edge of the box is not where that of the mask is."""
+    """Return (N,) bool, whether an edge of the box is not where that of the mask is; True where that is NaN."""
     sides = np.tile(xyxy[:, 2:] - xyxy[:, :2], 2)
     tolerance = np.maximum(BOX_TOLERANCE_PX, BOX_TOLERANCE * sides)
-    return (np.abs(around_xyxy - xyxy) > tolerance).any(axis=1)
+    return ~(np.abs(around_xyxy - xyxy) <= tolerance).all(axis=1)
 
 
 def _written(xyxy: np.ndarray) -> str:

@@ -85,7 +85,8 @@ class LabelledImages:
     """Images with their boxes, annotated or found, as columns: the input of the writer of a format.
 
     boxes, relations: of the images, in their order; labels are rows of `categories`, and the column `predicate` has
-    rows of `predicates`. With `attributes`, `boxes.extra["attributes"]` has their ids from 1, padded with 0.
+    rows of `predicates`. With `attributes`, `boxes.extra["attributes"]` has their ids from 1, padded with 0. If masks
+    were read, `boxes.extra["masks"]` has them.
     """
 
     images: Sequence[ImageRow]
@@ -99,6 +100,12 @@ class LabelledImages:
         """Return a copy with other names of the image files, one for each image."""
         images = [row._replace(file_name=name) for row, name in zip(self.images, file_names, strict=True)]
         return dataclasses.replace(self, images=images)
+
+    def masks_by_image(self) -> Iterator[list[Shape]]:
+        """Yield the masks of the boxes of every image; None for each if masks were not read."""
+        shapes = self.boxes.extra.get("masks", np.full(len(self.boxes), None))
+        for index in range(len(self.images)):
+            yield shapes[self.boxes.of_image(index)].tolist()
 
     def by_image(self) -> Iterator[tuple[ImageRow, list[tuple[int, list[float], float | None, bool]]]]:
         """Yield every image with the label, xyxy, score (None: annotated) and crowd flag of each of its boxes."""

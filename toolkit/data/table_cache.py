@@ -145,7 +145,8 @@ def write_table(
         sets, set_of_image: of a joined table, (images,) rows of `sets`.
     """
     if attributes and "attributes" not in boxes.extra:
-        boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
+        none = np.zeros((len(boxes), 1), np.int64)
+        boxes = dataclasses.replace(boxes, extra={**boxes.extra, "attributes": none})
     relations = relations or Relations.none(len(images))
     with _temporary(cache_file) as temporary:
         _write_stream(images, boxes, relations, encoded, set_of_image, temporary)
