@@ -30,6 +30,10 @@ class Rle(NamedTuple):
         """Return the dict that pycocotools' functions take."""
         return {"size": list(self.size_hw), "counts": self.counts}
 
+    def as_json(self) -> dict:
+        """Return the dict that stands in COCO's JSON files, as their `segmentation`."""
+        return {"size": list(self.size_hw), "counts": self.counts.decode("ascii")}
+
 
 Polygons = tuple[np.ndarray, ...]  # rings (P, 2) float64 of at least 3 corners each, x and y in pixels
 Shape = Polygons | Rle | None
@@ -164,10 +168,10 @@ def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size
 
 def rle(shape: Shape, size_hw: Size) -> Rle:
     """Return a mask as run lengths in a picture of this size, as COCO's `annToRLE`: rings are united; None is empty."""
-    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
-
     if isinstance(shape, Rle):
         return shape
+    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
+
     if not shape:
         return rles_of(torch.zeros(1, *size_hw, dtype=torch.uint8))[0]
     height, width = size_hw

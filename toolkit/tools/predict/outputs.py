@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
+from toolkit.base.masks import areas
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, graph_text
 from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
@@ -119,23 +120,21 @@ def images_root(detections: LabelledImages) -> Path:
 def write_data_set(detections: LabelledImages, path: Path) -> None:
     """Write detections, clipped to their images, as the annotation file of a COCO data set to train on.
 
-    Each annotation has a `score`; names of image files are relative to `images_root`. Without images, nothing is
-    written.
+    Each annotation has a `score`, and its mask if the detector predicts masks; names of image files are relative to
+    `images_root`. Without images, nothing is written.
     """
     if not detections.images:
         return
     root = images_root(detections)
     names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
     found = clip_detections(detections).boxes
-    extra = {
-        "scores": None,
-        "ids": np.arange(1, len(found) + 1),
-        "extra": {"score": found.scores},
-    }
-    write_coco(
-        dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)),
-        path,
+    annotated = dataclasses.replace(
+        found, scores=None, ids=np.arange(1, len(found) + 1), extra={**found.extra, "score": found.scores}
     )
+    if "masks" in found.extra:
+        of_pixels = areas(found.extra["masks"], (0, 0))  # run lengths have their own size
+        annotated = dataclasses.replace(annotated, area=of_pixels)
+    write_coco(dataclasses.replace(detections.renamed(names), boxes=annotated), path)
 
 
 def clip_detections(detections: LabelledImages) -> LabelledImages:
