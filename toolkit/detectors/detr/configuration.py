@@ -265,8 +265,8 @@ def rt_detr_config(
     options: HybridOptions,
     source: Mapping[str, Any] | None,
 ) -> tuple[PreTrainedConfig, str]:
-    """Return the config of RT-DETR-v2, D-FINE, DEIMv2 or ECDet, and the parts of the backbone to freeze: "paper", "norms" or
-    "none".
+    """Return the config of RT-DETR-v2, D-FINE, DEIMv2 or ECDet, and the parts of the backbone to freeze: "paper",
+    "norms" or "none".
 
     Args:
         detector: the class of the detector, see `TransformersDetector`.

@@ -212,8 +212,8 @@ class EcdetOptions(RefinementOptions):
 
     architecture: str = "ecdet"
     size: Literal["s", "m", "l", "x"] | None = "s"
-    """Published size: the vision transformer that is the backbone, and the values of the settings of structure that are
-    not given. The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another backbone."""
+    """Published size: the vision transformer that is the backbone, and the settings of structure that are not given.
+    The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another backbone."""
     d_model: int | None = 192
     ffn_dim: int | None = 512
     decoder_layers: int = 4
