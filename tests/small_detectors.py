@@ -38,6 +38,7 @@ SMALL = {  # `+` and `++`: variants of an architecture
     "dab-detr": ON_TIMM,
     "rf_detr": {"source_config": TINY_RF_DETR},
     **dict.fromkeys(HYBRIDS, FINE),
+    "ecdet": {name: value for name, value in FINE.items() if name not in ("backbone", "freeze")},
 }
 
 

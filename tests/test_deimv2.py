@@ -84,7 +84,7 @@ def test_the_file_of_a_backbone_has_the_names_of_the_whole_model_s():
 def test_what_does_not_fit_is_said():
     with pytest.raises(BadInput, match=r"model.size: 'xl' is not one of atto, femto"):
         build("deimv2", size="xl")
-    with pytest.raises(BadInput, match=r"publisher's file of the backbone of size m: vittplus_distill.pt"):
+    with pytest.raises(BadInput, match=r"publisher's file of the backbone of DEIMv2 m: vittplus_distill.pt"):
         build("deimv2", size="m", pretrained_backbone=True)
     with pytest.raises(BadInput, match=r"model.pretrained_backbone: the model comes with a backbone of its own"):
         build("deimv2", size="n", pretrained_backbone=True)

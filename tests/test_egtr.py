@@ -8,7 +8,7 @@ import pytest
 import torch
 from contract import assert_losses_are_divided_as_announced, assert_resolved_options_build_it_again
 from scene_graph_data import SIDE, arrays, cut_objects, loader_of, losses_of, part, renamed, shapes_table
-from test_any_detector import FAST, HYBRID, TRANSFORMER
+from test_any_detector import FAST, HYBRID, SMALL
 from transformers import DeformableDetrConfig, DeformableDetrModel
 
 from toolkit.base.box_ops import cxcywh_to_xyxy, denormalize_boxes
@@ -119,7 +119,7 @@ def test_matching_and_losses_are_the_originals(data, states, head):
 
 def model_of(table, architecture="rt_detr_v2", below=None, **options):
     torch.manual_seed(0)
-    below = below or (TRANSFORMER if architecture == "deformable_detr" else HYBRID)
+    below = below or SMALL[architecture]
     return build_detector("egtr", class_names=table.class_names, predicates=list(table.predicates),
                           detector_options={"architecture": architecture, **below}, **options)  # fmt: skip
 

@@ -59,7 +59,9 @@ TRANSFORMERS = [
     ("deimv2_atto", "DEIMV2", "deimv2_hgnetv2_atto_coco.pth", [4, 2]),
     ("deimv2_n", "DEIMV2", "deimv2_hgnetv2_n_coco.pth", [6, 6]),
     ("deimv2_s", "DEIMV2", "deimv2_dinov3_s_coco.pth", [3, 6, 3]),
-    ("deimv2_x", "DEIMV2", "deimv2_dinov3_x_coco.pth", [3, 6, 3]), ("rfdetr_nano", "RF_DETR", "rf-detr-nano.pth", []),
+    ("deimv2_x", "DEIMV2", "deimv2_dinov3_x_coco.pth", [3, 6, 3]),
+    ("ecdet_s", "ECDET", "ecdet_s.pth", [3, 6, 3]), ("ecdet_l", "ECDET", "ecdet_l.pth", [3, 6, 3]),
+    ("rfdetr_nano", "RF_DETR", "rf-detr-nano.pth", []),
 ]  # fmt: skip
 # Numbers that `decoder.up` has too, what follows from the size of the images; of DINOv3 for pretraining, masks and
 # masked biases, constants; a flag of RF-DETR's poses.

@@ -41,6 +41,7 @@ DETECTORS = {
     "rt_detr_v2": (f"{_DETR}.rt_detr:RTDetrV2", f"{_DETR}.options:RTDetrV2Options"),
     "d_fine": (f"{_DETR}.d_fine:DFine", f"{_DETR}.options:DFineOptions"),
     "deimv2": (f"{_DETR}.deimv2:Deimv2", f"{_DETR}.options:Deimv2Options"),
+    "ecdet": (f"{_DETR}.ecdet:Ecdet", f"{_DETR}.options:EcdetOptions"),
     "faster_rcnn": (f"{_FASTER_RCNN}.build:FasterRCNNOnTimm", f"{_FASTER_RCNN}.options:FasterRcnnOptions"),
     "fasterrcnn_resnet50_fpn": (
         f"{_FASTER_RCNN}.build:FasterRCNNResNet50",
@@ -83,6 +84,7 @@ PUBLISHERS = (
     f"{_DETR}.weights_detr:DEFORMABLE_DETR",
     f"{_DETR}.weights_rt_detr:D_FINE",
     f"{_DETR}.weights_deimv2:DEIMV2",
+    f"{_DETR}.weights_ecdet:ECDET",
     f"{_DETR}.weights_rt_detr:RT_DETR",
     f"{_DETR}.weights_rf_detr:RF_DETR",
     f"{_YOLOV3}:weights_darknet",

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, TimmBackboneConfig
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.detr.options import BackboneOptions, RTDetrV2Options, TransformerOptions
+from toolkit.detectors.detr.options import BackboneOptions, HybridOptions, TransformerOptions
 from toolkit.models import DetectorOptions
 from toolkit.models.backbones import FREEZE_CHOICES, feature_strides, freeze_backbone, image_statistics, timm_model
 
@@ -256,17 +256,17 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
     return freeze
 
 
-# ---------------------------------------------------------------- RT-DETR, D-FINE and DEIMv2
+# ---------------------------------------------------------------- RT-DETR and its successors
 
 
 def rt_detr_config(
     detector: type,
     class_names: Sequence[str],
-    options: RTDetrV2Options,
+    options: HybridOptions,
     source: Mapping[str, Any] | None,
 ) -> tuple[PreTrainedConfig, str]:
-    """Return the config of RT-DETR-v2, D-FINE or DEIMv2, and the parts of the backbone to freeze: "paper", "norms" or
-    "none".
+    """Return the config of RT-DETR-v2, D-FINE, DEIMv2 or ECDet, and the parts of the backbone to freeze: "paper",
+    "norms" or "none".
 
     Args:
         detector: the class of the detector, see `TransformersDetector`.

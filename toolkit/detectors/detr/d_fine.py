@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DFineConfig, PreTrainedConfig
+from transformers import DFineConfig, DFineForObjectDetection, PreTrainedConfig
 
 from toolkit.detectors.detr.d_fine_criterion import DFineCriterion
 from toolkit.detectors.detr.detr_criterion import count_objects
-from toolkit.detectors.detr.options import DFineOptions
+from toolkit.detectors.detr.options import DFineOptions, RefinementOptions
 from toolkit.detectors.detr.rt_detr import RTDetrV2
 
 
@@ -26,6 +26,7 @@ class DFine(RTDetrV2):
 
     Options = DFineOptions
     config_class = DFineConfig
+    model_class = DFineForObjectDetection
     is_mal = False  # the classification loss: varifocal
     entries = {**RTDetrV2.entries, "depth_mult": ["depth_mult"]}
     published = {"decoder_n_points": [3, 6, 3]}
@@ -37,7 +38,7 @@ class DFine(RTDetrV2):
         "loss_ddf": 1.5,
     }
 
-    def _criterion(self, num_classes: int, config: PreTrainedConfig, options: DFineOptions) -> nn.Module:
+    def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RefinementOptions) -> nn.Module:
         return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict:

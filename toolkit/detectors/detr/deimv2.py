@@ -7,7 +7,7 @@ embeds the position of a query again in every layer, and has ReLU in its heads. 
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ class Deimv2(DFine):
 
     Options = Deimv2Options
     config_class = Deimv2Config
+    model_class = Deimv2ForObjectDetection
     is_mal = True  # the classification loss: matchability-aware
     published = {
         **DFine.published,
@@ -69,7 +70,8 @@ class Deimv2(DFine):
         if self.original:
             as_its_program_(self.model)
         if options.size in VITS and options.pretrained_backbone:
-            _load_vit(self._backbone(), options.size, options.pretrained_backbone)
+            file = options.pretrained_backbone
+            load_vit(self._backbone(), file, vit_names, f"DEIMv2 {options.size}", VITS[options.size][3])
         self.used["original"] = self.original
 
     def _backbone(self) -> nn.Module:
@@ -116,14 +118,22 @@ def as_its_program_(model: Deimv2ForObjectDetection) -> None:
             layer.layer_scale2 = nn.Identity()
 
 
-def _load_vit(vit: nn.Module, size: str, file: bool | str) -> None:
+def load_vit(vit: nn.Module, file: bool | str, names: Callable[[Mapping], dict], model: str, published: str) -> None:
+    """Load a publisher's file into a backbone in place.
+
+    Args:
+        vit: the backbone, a DINOv3 of transformers.
+        file: value of `model.pretrained_backbone`.
+        names: function that renames the tensors of the file to the names of `vit`.
+        model, published: name of the model and of its publisher's file, for messages.
+
+    Raises:
+        BadInput: `file` is True, the file is missing, or its tensors are not those of the backbone.
+    """
     if file is True:
-        raise BadInput(
-            f"model.pretrained_backbone: give the publisher's file of the backbone of size {size}: {VITS[size][3]}"
-        )
+        raise BadInput(f"model.pretrained_backbone: give the publisher's file of the backbone of {model}: {published}")
     wanted = {name: tensor for name, tensor in vit.state_dict().items() if tensor.numel()}  # not all have registers
-    found = vit_names(read_backbone_file(file))
-    load_matching(wanted, found, f"DEIMv2 {size}", file)
+    load_matching(wanted, names(read_backbone_file(file)), model, file)
 
 
 class _Decoder(Deimv2Decoder):

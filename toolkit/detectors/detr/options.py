@@ -133,16 +133,9 @@ class RfDetrOptions(DecoderOptions):
 
 
 @dataclass
-class RTDetrV2Options(TransformerOptions):
-    """RT-DETR-v2, as published with its ResNet-18."""
+class HybridOptions(TransformerOptions):
+    """RT-DETR-v2 and its successors, apart from their backbones."""
 
-    architecture: str = "rt_detr_v2"
-    backbone: str | None = "resnet18d"
-    """timm model that is the backbone, with feature maps of strides 8, 16 and 32; null: a pretrained model's backbone
-    that is not timm's."""
-    freeze: Literal["paper", "norms", "none"] = "norms"
-    """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none. If this is
-    not given, a pretrained model's own setting is used."""
     encoder_layers: int = 1
     """Number of transformer layers in the encoder."""
     decoder_layers: int = 6
@@ -161,7 +154,30 @@ class RTDetrV2Options(TransformerOptions):
 
 
 @dataclass
-class DFineOptions(RTDetrV2Options):
+class RTDetrV2Options(HybridOptions):
+    """RT-DETR-v2, as published with its ResNet-18."""
+
+    architecture: str = "rt_detr_v2"
+    backbone: str | None = "resnet18d"
+    """timm model that is the backbone, with feature maps of strides 8, 16 and 32; null: a pretrained model's backbone
+    that is not timm's."""
+    freeze: Literal["paper", "norms", "none"] = "norms"
+    """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none. If this is
+    not given, a pretrained model's own setting is used."""
+
+
+@dataclass
+class RefinementOptions(HybridOptions):
+    """D-FINE and its successors, apart from their backbones."""
+
+    depth_mult: float = 0.34
+    """Depth multiplier: number of blocks in the encoder's convolution layers as a fraction of 3."""
+    union_matching: bool = True
+    """Compute box losses on the union of the matches of all decoder layers, instead of on each layer's own matches."""
+
+
+@dataclass
+class DFineOptions(RefinementOptions, RTDetrV2Options):
     """D-FINE-S."""
 
     architecture: str = "d_fine"
@@ -169,10 +185,6 @@ class DFineOptions(RTDetrV2Options):
     freeze: Literal["paper", "norms", "none"] = "none"
     decoder_layers: int = 3
     hidden_expansion: float = 0.5
-    depth_mult: float = 0.34
-    """Depth multiplier: number of blocks in the encoder's convolution layers as a fraction of 3."""
-    union_matching: bool = True
-    """Compute box losses on the union of the matches of all decoder layers, instead of on each layer's own matches."""
 
 
 @dataclass
@@ -188,6 +200,22 @@ class Deimv2Options(DFineOptions):
     """Choose queries, embed their positions and predict as DEIMv2's own program does, with whose weights transformers'
     DEIMv2 predicts something else. Files of that program are always used so. transformers has no such DEIMv2, so
     `final/` is then in this toolkit's own format."""
+    d_model: int | None = 192
+    ffn_dim: int | None = 512
+    decoder_layers: int = 4
+    hidden_expansion: float = 0.34
+    depth_mult: float = 0.67
+    varifocal_gamma: float = 1.5
+
+
+@dataclass
+class EcdetOptions(RefinementOptions):
+    """ECDet, S unless `size` says otherwise."""
+
+    architecture: str = "ecdet"
+    size: Literal["s", "m", "l", "x"] | None = "s"
+    """Published size: the vision transformer that is the backbone, and the settings of structure that are not given.
+    The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another backbone."""
     d_model: int | None = 192
     ffn_dim: int | None = 512
     decoder_layers: int = 4

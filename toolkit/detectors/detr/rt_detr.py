@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForObjectDetection, PreTrainedConfig, RTDetrImageProcessor, RTDetrV2Config
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    RTDetrImageProcessor,
+    RTDetrV2Config,
+    RTDetrV2ForObjectDetection,
+)
 
 from toolkit.base.batch import HostTarget, is_waited_for, normalize_images, on_host, send
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
@@ -29,7 +35,7 @@ from toolkit.detectors.detr.configuration import (
 from toolkit.detectors.detr.detr_criterion import count_objects
 from toolkit.detectors.detr.host_waits import without_host_waits
 from toolkit.detectors.detr.initialise import initialise_rt_detr_
-from toolkit.detectors.detr.options import RTDetrV2Options
+from toolkit.detectors.detr.options import HybridOptions, RTDetrV2Options
 from toolkit.detectors.detr.rt_detr_criterion import RTDetrCriterion
 from toolkit.models.detector import MapTap
 
@@ -49,6 +55,7 @@ class RTDetrV2(TransformersDetector):
 
     Options = RTDetrV2Options
     config_class = RTDetrV2Config
+    model_class: type[PreTrainedModel] = RTDetrV2ForObjectDetection
     processor_class = RTDetrImageProcessor
     entries = {
         **ENCODER_DECODER,
@@ -67,7 +74,7 @@ class RTDetrV2(TransformersDetector):
         "model.model.denoising_class_embed.*": (0, 1, 1),
     }
 
-    def __init__(self, class_names: Sequence[str], options: RTDetrV2Options, *, source_config: Mapping | None = None):
+    def __init__(self, class_names: Sequence[str], options: HybridOptions, *, source_config: Mapping | None = None):
         super().__init__()
         config, freeze = rt_detr_config(type(self), class_names, options, source_config)
         if config.decoder_layers < 2:
@@ -75,7 +82,7 @@ class RTDetrV2(TransformersDetector):
                 f"model.decoder_layers: {config.decoder_layers} is too few, transformers' {config.model_type} shares "
                 "heads between two and more; use 2 or more."
             )
-        self.model = AutoModelForObjectDetection.from_config(config)
+        self.model = self.model_class(config)
         self.model.loss_function = _no_loss_in_forward
         backbone = self._backbone()
         name = timm_name(config)
@@ -88,6 +95,7 @@ class RTDetrV2(TransformersDetector):
                 options.pretrained_backbone,
             )
         used = {"backbone": name, "freeze": freeze, "d_model": _one_width(config)}
+        used = {option: value for option, value in used.items() if hasattr(options, option)}
         if config.backbone_config.model_type == "dinov3_vit":
             statistics = pixel_statistics(config, options)
         else:
@@ -95,7 +103,7 @@ class RTDetrV2(TransformersDetector):
         set_loss = self._criterion(len(class_names), config, options)
         self._set_criterion(set_loss, statistics, used)
 
-    def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RTDetrV2Options) -> nn.Module:
+    def _criterion(self, num_classes: int, config: PreTrainedConfig, options: HybridOptions) -> nn.Module:
         return RTDetrCriterion(
             config.decoder_layers,
             config.num_denoising > 0,

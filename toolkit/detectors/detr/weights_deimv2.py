@@ -104,7 +104,7 @@ def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict in which joint projections are split, and tensors that safetensors stores once for several
     names are repeated under each name."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
-    result |= {f"decoder.{name}": _constant(state, name) for name in ("up", "reg_scale")}
+    result |= {f"decoder.{name}": box_constant(state, name) for name in ("up", "reg_scale")}
     shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count(state, "decoder.decoder.layers"))]
     result |= copied(result, dict.fromkeys(shared, "decoder.dec_bbox_head.0")) | result
     for name in [name for name in result if ".swish_ffn.w12." in name]:
@@ -128,7 +128,9 @@ def _split_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in apart.items() if name.replace("k_proj", "qkv") not in masked}
 
 
-def _constant(state: Mapping[str, Tensor], name: str) -> Tensor:
+def box_constant(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return `up` or `reg_scale` of the boxes' distributions, which has two names in a file of the trainer and one of
+    them in a file of the hub."""
     return state.get(f"decoder.{name}", state.get(f"decoder.decoder.{name}"))
 
 
@@ -136,7 +138,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     lite = LITE in state
     block = "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
-    points = _points(state["decoder.decoder.layers.0.cross_attn.num_points_scale"])
+    points = points_by_level(state["decoder.decoder.layers.0.cross_attn.num_points_scale"])
     levels = len(points)
     encoder = len(state[f"{block}.cv4.conv.weight"])
     ffn = state["decoder.decoder.layers.0.swish_ffn.w12.weight"]
@@ -174,14 +176,14 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     size = next((size for size in DEIMV2_SIZES if _structure(size_config(size)) == structure), None)
     config |= {
         "num_queries": DEIMV2_SIZES[size][5] if size else 300,
-        "reg_scale": float(_constant(state, "reg_scale")),
-        "up": float(_constant(state, "up")),
+        "reg_scale": float(box_constant(state, "reg_scale")),
+        "up": float(box_constant(state, "up")),
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
     }
     notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
     classes = named(len(state["decoder.dec_score_head.0.weight"]))
-    return Description("deimv2", options, classes, notes, _image_side(state, config["feat_strides"]))
+    return Description("deimv2", options, classes, notes, image_side(state, config["feat_strides"]))
 
 
 def _structure(config: Mapping) -> dict:
@@ -189,7 +191,7 @@ def _structure(config: Mapping) -> dict:
     return {**config, "num_queries": None, "depth_mult": round(3 * config["depth_mult"])}
 
 
-def _points(scale: Tensor) -> list[int]:
+def points_by_level(scale: Tensor) -> list[int]:
     """Return the number of points of each level; `scale` holds 1 / points for each of them."""
     points = [round(1 / value) for value in scale.tolist()]
     counts = []
@@ -198,7 +200,7 @@ def _points(scale: Tensor) -> list[int]:
     return counts
 
 
-def _image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
+def image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
     """Return the side that images are resized to, from the number of positions in evaluation; None: not a square."""
     positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
     per_cell = sum((32 // stride) ** 2 for stride in strides)  # of 32 x 32 px: 21 with strides of 8, 16 and 32

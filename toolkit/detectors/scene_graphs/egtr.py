@@ -33,7 +33,7 @@ from toolkit.step.freezing import freeze as freeze_module
 from toolkit.step.freezing import hold_batch_norms
 
 # Their decoders keep queries and keys apart, have one group of queries, and classify with sigmoids.
-DETECTORS_BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2")
+DETECTORS_BELOW = ("deformable_detr", "rt_detr_v2", "d_fine", "deimv2", "ecdet")
 PUBLISHED_BELOW = {"architecture": "deformable_detr", "num_queries": 200}
 MIN_FREQUENCY = 1e-12  # of a predicate that training had not, in the table of frequencies
 

@@ -112,8 +112,8 @@ class EgtrOptions(DetectorOptions):
 
     architecture: str = "egtr"
     detector: str | None = None
-    """Trained DETR to build on: run folder, checkpoint or `final/` of a deformable_detr, rt_detr_v2, d_fine or deimv2;
-    null: one of these with random weights."""
+    """Trained DETR to build on: run folder, checkpoint or `final/` of a deformable_detr, rt_detr_v2, d_fine, deimv2 or
+    ecdet; null: one of these with random weights."""
     detector_options: dict[str, Any] | None = None
     """Settings of the DETR, by the names they have in its own script, `architecture` among them; null: those of
     `model.detector`, or a Deformable DETR with 200 queries."""
