@@ -1,7 +1,6 @@
 """What travels to a device together, and ahead of the computation."""
 
 import copy
-import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -141,9 +140,8 @@ def test_masks_travel_between_processes_as_one_tensor_and_to_a_device_with_the_r
     batch = Batch(torch.zeros(2, 3, 32, 64, dtype=torch.uint8), torch.tensor([[30, 40], [20, 10]]), targets)
     state = batch.__getstate__()
     assert [value.numel() for value in state.values() if isinstance(value, torch.Tensor)] == [2 * 3 * 32 * 64, 3600]
-    for other in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        for back, target in zip(other.targets, targets, strict=True):
-            assert list(back) == list(target) and back["masks"].equal(target["masks"])
+    for back, target in zip(copy.deepcopy(batch).targets, targets, strict=True):
+        assert list(back) == list(target) and back["masks"].equal(target["masks"])
     moved = batch.to("meta")
     assert [tuple(target["masks"].shape) for target in moved.targets] == [(3, 30, 40), (0, 20, 10)]
     assert on_host(moved.targets[0])["masks"] is targets[0]["masks"]

@@ -461,12 +461,14 @@ def validation_loader(
     pin: bool = False,
     least_size: LeastSize | None = None,
     tiling: Tiling | None = None,
+    masks: bool = False,
+    boxes_from_masks: bool = False,
 ) -> torch.utils.data.DataLoader:
     """Make this rank's loader of the validation data.
 
     Args:
         pin: see `make_loader`.
-        least_size: see `DetectionDataset`.
+        least_size, masks, boxes_from_masks: see `DetectionDataset`; masks are for losses, not for the metrics.
         tiling: the way in which pictures are cut into windows, which are then the images of the loader; its
             `dataset.dataset.table` is a `WindowTable`. None: whole pictures.
     """
@@ -474,7 +476,8 @@ def validation_loader(
         table = windows_of_table(table, tiling)
         table.decoded.limit = 0  # they come picture by picture, so the newest one is enough
     sampler = EvalSampler(len(table), batch_size, *world())
-    dataset = DetectionDataset(table, transform, least_size=least_size)
+    options = {"masks": masks, "boxes_from_masks": boxes_from_masks}
+    dataset = DetectionDataset(table, transform, least_size=least_size, **options)
     return make_loader(dataset, sampler, workers, stride, pin=pin)
 
 

@@ -192,6 +192,8 @@ def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> Data
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
     how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
     how["tiling"] = pipeline.tiling_of(c)
+    how["masks"] = has_masks(s.config)
+    how["boxes_from_masks"] = c.boxes_from_masks
     return pipeline.validation_loader(table, transform, **how, least_size=least_size_of(c))
 
 
