@@ -1,6 +1,9 @@
 """Masks in data of every format: read on request, checked in words, kept in the table, written again."""
 
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from toolkit.base.outlines import one_ring, outlines
 from toolkit.data.classes import with_classes
 from toolkit.data.formats import open_dataset
 from toolkit.data.segmentations import clipped, decompressed, polygon_areas, shape_of, to_segmentation
+from toolkit.tools.doctor.near_duplicates import hold_out
 from toolkit.tools.shapes import make_shapes
 from toolkit.tools.writers import unsupported_by, write_folder
 
@@ -134,6 +138,8 @@ def test_the_parts_of_a_polygon_on_both_sides_of_a_border_have_its_area(seed, co
     ([[1, 2, 3, 4, 5, 6, 7]], "7 numbers; expected pairs"),
     ([[1, 2, "3", 4, 5, 6]], "not a number"),
     ([[1, 2, float("nan"), 4, 5, 6]], "not finite"),
+    ([[float("nan"), 2, 1, 4, 5, 6]], "not finite"),
+    ([[1, 2, 3, 4, 10**400, 6]], "far outside any picture"),
     ([SQUARE, [1, 2]], "polygon 2 of 2 has 1 point;"),
     (["x"], "expected a list"),
     ("x", "expected polygons or run lengths"),
@@ -149,6 +155,25 @@ def test_faults_of_masks_are_told(segmentation, said):
     shape, faults = shape_of(segmentation)
     assert said in faults[0] and len(faults) == 1
     assert (shape is None) == (segmentation[0] is not SQUARE if isinstance(segmentation, list) else True)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.sampled_from(["size", "counts", "x"]), inner),
+)
+SIZES = st.lists(st.integers(1, 2**34), min_size=2, max_size=2) | st.just([5, 6])
+CODES = st.text(st.characters(codec="ascii"), max_size=12) | st.lists(st.integers(-3, 2**70), max_size=4)
+
+
+@settings(deadline=None, max_examples=400)
+@given(JSON | st.fixed_dictionaries({"size": SIZES, "counts": CODES}))
+def test_whatever_is_in_a_file_is_a_mask_that_can_be_drawn_or_a_fault(segmentation):
+    shape, faults = shape_of(segmentation)
+    assert shape is not None or faults or segmentation in (None, [])
+    if isinstance(shape, Rle):
+        assert bitmap(shape, shape.size_hw).shape == shape.size_hw
+    elif shape is not None:
+        bitmap(clipped(shape, SIZE_HW) or None, SIZE_HW)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -264,6 +289,37 @@ def test_bundled_shapes_have_the_pixels_that_show(tmp_path):
         for mask, box in zip(of_image, row["objects"]["bbox"].tolist(), strict=True):
             rows, columns = np.nonzero(mask)
             assert box == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+
+
+def test_a_share_that_is_held_out_keeps_masks_beside_embedded_images(tmp_path):
+    make_shapes(tmp_path / "shapes", 12, 2, 64)
+    write_folder(opened(tmp_path / "shapes"), tmp_path / "d", "train", "hub")
+    whole = opened(tmp_path / "d")
+    assert whole.image_root is None
+    parts = hold_out(whole, 0.3, tmp_path / "cache")
+    masks_of = {row["image_id"]: row["masks"] for row in map(whole.row, range(len(whole)))}
+    assert sum(map(len, parts)) == 12 and all(map(len, parts))
+    for part in parts:
+        assert part.has_masks
+        for index in range(len(part)):
+            row = part.row(index)
+            assert to_bytes(row["masks"]) == to_bytes(masks_of[row["image_id"]])
+            assert part.decode_image(row).shape == (3, 64, 64)
+    copy = pickle.loads(pickle.dumps(parts[0]))  # noqa: S301 - own bytes, as a spawned worker gets them
+    assert to_bytes(copy.masks_of(1)) == to_bytes(parts[0].masks_of(1))
+
+
+def test_reading_boxes_does_not_import_the_code_of_masks(tmp_path):
+    folder = write_coco(tmp_path / "d", [entry(1)])
+    code = f"""
+import sys
+from toolkit.data.formats import open_dataset
+table = open_dataset("train", path={str(folder)!r}, cache_dir={str(tmp_path / "cache")!r})
+table.row(0), table.boxes()
+print("pycocotools" in sys.modules, "pycocotools.mask" in sys.modules)
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out == "False False\n"
 
 
 # ---- other formats ---------------------------------------------------------------------------------------------------

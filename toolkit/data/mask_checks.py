@@ -19,6 +19,7 @@ ROUNDING_PX = 0.01  # as far as this outside, a corner is moved to the border wi
 AREA_TOLERANCE = 0.05  # of the annotated area
 BOX_TOLERANCE = 0.05  # of a side of the box, and
 BOX_TOLERANCE_PX = 2.0  # at least so many pixels: masks and boxes are rounded differently
+MASKS_AT_ONCE = 8192  # whose corners are copied for a check
 SMALL_PX = 16.0  # square pixels; a polygon of less area may have no pixel at all, so it is drawn
 MAX_NAMED = 10  # objects with the same kind of fault; of more, one line says how many
 UNUSABLE = "objects have no mask that can be used; each becomes a crowd region, neither object nor background"
@@ -186,15 +187,15 @@ def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
     area = np.full(len(shapes), np.nan)
     around = np.full((len(shapes), 4), np.nan)
     rows = [row for row, shape in enumerate(shapes) if shape is not None and not isinstance(shape, Rle)]
-    if not rows:
-        return area, around
-    rings = [ring for row in rows for ring in shapes[row]]
-    first_ring = offsets_of([len(shapes[row]) for row in rows])[:-1]
-    first_corner = offsets_of([len(ring) for ring in rings])[first_ring]
-    corners = np.concatenate(rings)
-    area[rows] = np.add.reduceat(polygon_areas(rings), first_ring)
-    around[rows, :2] = np.minimum.reduceat(corners, first_corner)
-    around[rows, 2:] = np.maximum.reduceat(corners, first_corner)
+    for start in range(0, len(rows), MASKS_AT_ONCE):
+        some = rows[start : start + MASKS_AT_ONCE]
+        rings = [ring for row in some for ring in shapes[row]]
+        first_ring = offsets_of([len(shapes[row]) for row in some])[:-1]
+        first_corner = offsets_of([len(ring) for ring in rings])[first_ring]
+        corners = np.concatenate(rings)
+        area[some] = np.add.reduceat(polygon_areas(rings), first_ring)
+        around[some, :2] = np.minimum.reduceat(corners, first_corner)
+        around[some, 2:] = np.maximum.reduceat(corners, first_corner)
     return area, around
 
 

@@ -1,5 +1,6 @@
 """Masks as annotation files write them, read into `toolkit.base.masks.Shape`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -9,6 +10,8 @@ from toolkit.base.masks import Polygons, Rle, Shape
 
 LEAST_CORNERS = 3
 MAX_MASK_COORDINATE_PX = 1e6  # pixels; larger values are not places in pictures
+MAX_MASK_PIXELS = 2**32 - 1  # pycocotools counts in 32 bits
+MAX_SIGNS = 7  # of a number in compressed run lengths, which is 35 bits: more than any run needs
 NUMBER_TYPES = {int, float}
 
 
@@ -53,8 +56,9 @@ def _are_plain(polygons: list) -> bool:
     numbers = list(chain.from_iterable(polygons))
     if not NUMBER_TYPES.issuperset(map(type, numbers)):
         return False
-    # NaN fails both comparisons.
-    return all(-MAX_MASK_COORDINATE_PX < number < MAX_MASK_COORDINATE_PX for number in numbers)
+    # NaN may be passed over by `min` and `max`, but not by `sum`.
+    is_moderate = -MAX_MASK_COORDINATE_PX < min(numbers) and max(numbers) < MAX_MASK_COORDINATE_PX
+    return is_moderate and not math.isnan(sum(numbers))
 
 
 def _ring_fault(flat: object) -> str:
@@ -79,6 +83,8 @@ def _run_lengths(segmentation: Mapping) -> tuple[Shape, list[str]]:
     if not is_pair:
         return None, [f"`size` of the run lengths is {size!r}; expected [height, width]"]
     height, width = size
+    if height * width > MAX_MASK_PIXELS:
+        return None, [f"the run lengths are of {height} x {width} pixels, more than a picture can have"]
     counts = segmentation.get("counts")
     runs = None
     if isinstance(counts, list):
@@ -117,7 +123,7 @@ def decompressed(counts: str | bytes) -> np.ndarray | None:
     ends = np.flatnonzero(is_last)
     starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
-    if lengths.max() > 10:  # more than 50 bits
+    if lengths.max() > MAX_SIGNS:
         return None
     place = np.arange(len(signs)) - np.repeat(starts, lengths)
     values = np.add.reduceat((signs & 31) << (5 * place), starts)
