@@ -241,12 +241,16 @@ def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Detections]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
-        for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
+        for boxes, scores, labels, *further, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
             height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
             keep = ((labels >= 0) & (scores > score_threshold)).nonzero()[:top_k, 0]  # they are best first
             boxes = boxes[keep] * torch.tensor([width, height, width, height])
             found = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
-            yield found | (_relations_among(keep, len(scores), *relations) if relations else {})
+            if about.masks:
+                found["masks"] = further[0][keep]
+            elif further:
+                found |= _relations_among(keep, len(scores), *further)
+            yield found
 
     return _loop(partial(resized, about.size), find)
 
