@@ -14,9 +14,11 @@ from tqdm import tqdm
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap
+from toolkit.base.outlines import polygons_of
 from toolkit.base.text import shown
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
+from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
@@ -91,15 +93,21 @@ class Predictor:
                 found["masks"] = _pixels(found["masks"], tuple(picture.shape[-2:]))
         return detections if several else detections[0]
 
-    def as_json(self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+    def as_json(
+        self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True, polygons: bool = False
+    ) -> dict:
         """Return the detections of an image in the form of predictions.json: `detections`, and `relations` of a scene
         graph.
 
         Args:
             all_scores: add the scores of all predicates to each relation.
             graph_constraint: True: one relation for each pair; False: a pair can have several predicates.
+            polygons: masks are the outlines of their pixels, not run lengths.
         """
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
+        if polygons and "masks" in detections:
+            for one, mask in zip(entry["detections"], detections["masks"], strict=True):
+                one["segmentation"] = to_segmentation(polygons_of(mask, mask.size_hw))
         if "pairs" in detections:
             graph = detections if graph_constraint else without_graph_constraint(detections)
             entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
