@@ -91,5 +91,5 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(BadInput, match=r"model.size s: the pretrained model has another one"):
         build("deimv2", size="s", source_config=size_config("n"))
     state, _ = published("rfdetr_nano")
-    with pytest.raises(BadInput, match=r"rf-detr-seg.pth: a model of RF-DETR with masks"):
-        RF_DETR.described(state | {"segmentation_head.bias": torch.zeros(1)}, "rf-detr-seg.pth")
+    with pytest.raises(BadInput, match=r"rf-detr-large.pth: the large RF-DETR of 2025 with two feature maps"):
+        RF_DETR.described(state | {"backbone.0.projector.stages.1.0.cv1.conv.weight": None}, "rf-detr-large.pth")

@@ -28,6 +28,7 @@ def start_detector(
     detector, and return it.
 
     A setting that the user gave overrides the setting of the weights' source, which overrides the published default.
+    Only the setting `masks` is never the source's.
     The settings of the source (and `known`) and the names of the given settings are written to
     `<folder>/pretrained_config.json`, so that the detector can be built again from the run folder alone. A table of the
     loaded tensors is written to `<folder>/pretrained.txt`.
@@ -60,6 +61,8 @@ def start_detector(
 
         source = open_for(architecture, name)
         stored = source.options
+    if stored is not None and hasattr(options, "masks"):
+        stored["masks"] = options.masks  # not the source's: the data are read with masks or without
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
         if is_main:

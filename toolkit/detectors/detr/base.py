@@ -91,6 +91,13 @@ class TransformersDetector(Detector):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `top_k` best pairs of query and class, best first; boxes are not clipped. This is `PostProcess` of
         Deformable DETR and its successors; see `Detector.decode`."""
+        boxes, scores, labels, _ = self._best_pairs(outputs, orig_sizes, top_k)
+        return boxes, scores, labels
+
+    def _best_pairs(
+        self, outputs: Mapping[str, Tensor], orig_sizes: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return boxes, scores and labels of `decode`, and the rows (B, K) of their queries."""
         boxes, scores = self.all_predictions(outputs, orig_sizes)  # (B, Q, 4), (B, Q, C)
         classes = scores.shape[2]
         pair_scores = scores.flatten(1)  # of 2 classes: query 0 class 0, query 0 class 1, query 1 class 0, ...
@@ -99,7 +106,7 @@ class TransformersDetector(Detector):
         queries = pairs // classes
         labels = pairs % classes
         boxes = boxes.gather(1, queries[..., None].expand(-1, -1, 4))
-        return boxes, scores, labels
+        return boxes, scores, labels, queries
 
     def all_predictions(self, outputs: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
         logits, boxes = self.last_layer(outputs)
@@ -126,7 +133,8 @@ class TransformersDetector(Detector):
         }
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads.
+        """Write a folder that `AutoModelForObjectDetection.from_pretrained(folder)` loads, or with masks
+        `AutoModelForInstanceSegmentation`.
 
         Args:
             categories: the classes in the order of the labels, with their original `id` and `name`.
@@ -141,7 +149,11 @@ class TransformersDetector(Detector):
             image_mean=list(self.mean),
             image_std=list(self.std),
         )
-        save_transformers_folder(self.model, processor, processor_size, folder, categories)
+        save_transformers_folder(self._saved_model(), processor, processor_size, folder, categories)
+
+    def _saved_model(self) -> PreTrainedModel:
+        """Return the model of transformers that `save_final` saves."""
+        return self.model
 
 
 class MatchedDetector(TransformersDetector):

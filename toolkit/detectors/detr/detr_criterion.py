@@ -101,7 +101,11 @@ class MatchingCosts(NamedTuple):
 
 @torch.no_grad()
 def assign_queries(
-    class_costs: Tensor, boxes_cxcywh: Tensor, targets: PaddedTargets, costs: MatchingCosts
+    class_costs: Tensor,
+    boxes_cxcywh: Tensor,
+    targets: PaddedTargets,
+    costs: MatchingCosts,
+    further_costs: Tensor | None = None,
 ) -> QueryMatches:
     """Assign queries to targets one-to-one at the lowest cost, for every layer and image, with one copy to the host.
 
@@ -110,6 +114,7 @@ def assign_queries(
             the probability of the target's class.
         boxes_cxcywh: `(L, B, Q, 4)` predicted boxes, fractions of the image.
         costs: weights of the three terms.
+        further_costs: `(L, B, Q, T)`, other terms with their weights, such as those of masks.
 
     For each layer and image, exactly min(Q, number of valid targets) pairs are returned; padding and crowd regions are
     never matched.
@@ -124,6 +129,8 @@ def assign_queries(
         l1 = l1 + (of_queries[..., None] - of_targets[:, None, :]).abs()
     giou = pairwise_generalized_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(target_boxes))
     total = costs.bbox_cost * l1 + costs.class_cost * class_costs - costs.giou_cost * giou
+    if further_costs is not None:
+        total = total + further_costs
     total = total.nan_to_num_(nan=UNUSABLE_COST, posinf=UNUSABLE_COST, neginf=-UNUSABLE_COST)
     # Infinity now marks invalid targets only, so the mask travels inside the one copy.
     total.masked_fill_(~targets.valid[:, None, :], torch.inf)

@@ -22,6 +22,7 @@ from toolkit.detectors.detr.detr_criterion import (
     matching_metrics,
     pad_targets,
 )
+from toolkit.detectors.detr.mask_terms import MaskTerms
 from toolkit.step.losses import times_class_weights, without_unlabelled
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
@@ -73,6 +74,7 @@ class FocalCriterion(nn.Module):
         encoder: add losses with the suffix `_enc` for the encoder's proposals: "classes", or "foreground" as in
             two-stage Deformable DETR, where every object counts as class 0; None: there are no proposals.
         class_terms: `focal_terms` or `quality_terms`.
+        masks: the terms of masks; None: there are no masks.
     """
 
     divided_by = "boxes"
@@ -83,17 +85,18 @@ class FocalCriterion(nn.Module):
         matching_costs: Sequence[float] = (2, 5, 2),
         encoder: str | None = None,
         class_terms: ClassTerms = focal_terms,
+        masks: MaskTerms | None = None,
     ):
         super().__init__()
         self.encoder = encoder
         self.class_terms = class_terms
+        self.masks = masks
         self.matching_costs = MatchingCosts(*matching_costs)
         self.suffixes = (*(f"_{i}" for i in range(num_layers - 1)), "")  # in the order of the decoder
         last_first = ("", *self.suffixes[:-1])
         with_losses = [*last_first, "_enc"] if encoder else last_first
-        self.loss_names = tuple(
-            f"{name}{suffix}" for suffix in with_losses for name in ("loss_ce", "loss_bbox", "loss_giou")
-        )
+        of_layer = ["loss_ce", "loss_bbox", "loss_giou", *(masks.loss_names if masks else ())]
+        self.loss_names = tuple(f"{name}{suffix}" for suffix in with_losses for name in of_layer)
         self.metric_names = ("class_error", *(f"cardinality_error{suffix}" for suffix in last_first))
 
     def forward(
@@ -109,7 +112,7 @@ class FocalCriterion(nn.Module):
         Args:
             outputs: `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` cxcywh as fractions of the image without padding,
                 for L layers, the first decoder layer first, and Q queries; with `encoder` also `encoder_logits (B, P,
-                C)` and `encoder_boxes (B, P, 4)` of P proposals.
+                C)` and `encoder_boxes (B, P, 4)` of P proposals; with `masks`, see `MaskTerms.of_batch`.
             targets: per image, see `pad_targets`; on any device.
             denominators: `boxes`, the divisor of every sum.
             groups: number of groups that the queries (and proposals) consist of, one after another; every group is
@@ -128,9 +131,14 @@ class FocalCriterion(nn.Module):
             boxes = outputs["boxes"]
             denominator = denominators["boxes"]
             padded = pad_targets(targets, device, logits.dtype)
-            matches = match_focal(logits, boxes, padded, self.matching_costs, groups)
+            masks = self.masks.of_batch(outputs, targets, groups) if self.masks else None
+            of_decoder = masks.layers(slice(0, -1)) if masks else None
+            mask_costs = of_decoder.matching_costs() if masks else None
+            matches = match_focal(logits, boxes, padded, self.matching_costs, groups, mask_costs)
             common = (self.class_terms, "loss_ce", denominator)
             losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common, class_weights)
+            if masks:
+                losses |= of_decoder.losses(matches, self.suffixes, denominator)
             if self.encoder:
                 encoder_targets = padded
                 encoder_weights = class_weights
@@ -141,8 +149,12 @@ class FocalCriterion(nn.Module):
                     )
                     encoder_weights = None
                 proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
-                assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups)
+                of_encoder = masks.layers(slice(-1, None)) if masks else None
+                mask_costs = of_encoder.matching_costs() if masks else None
+                assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups, mask_costs)
                 losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common, encoder_weights)
+                if masks:
+                    losses |= of_encoder.losses(assigned, ("_enc",), denominator)
             detecting = logits.shape[2] // groups
             best = logits[:, :, :detecting].amax(-1)  # (L, B, Q)
             cardinality = (best > 0).sum(-1)  # (L, B): scores above one half
@@ -197,18 +209,22 @@ def match_focal(
     targets: PaddedTargets,
     costs: MatchingCosts,
     groups: int = 1,
+    further_costs: Tensor | None = None,
 ) -> QueryMatches:
     """Assign queries to targets in every layer, with the focal class cost of Deformable DETR.
 
     logits: `(L, B, Q, C)` of L layers and Q queries. boxes_cxcywh: `(L, B, Q, 4)`. Each of the `groups` of queries is
-    matched by itself, so that in every layer a target is matched once for each group.
+    matched by itself, so that in every layer a target is matched once for each group. further_costs: `(L, B, Q, T)`,
+    see `assign_queries`.
     """
     size = logits.shape[2] // groups
     logits = _groups_as_layers(logits, groups)
     boxes_cxcywh = _groups_as_layers(boxes_cxcywh, groups)
     labels = targets.labels[:, None, :].expand(*logits.shape[:3], -1)
     class_costs = focal_costs(logits.gather(-1, labels))  # (L * groups, B, size, T)
-    matches = assign_queries(class_costs, boxes_cxcywh, targets, costs)
+    if further_costs is not None:
+        further_costs = _groups_as_layers(further_costs, groups)
+    matches = assign_queries(class_costs, boxes_cxcywh, targets, costs, further_costs)
     # With 2 groups of 10 queries, query 3 of row 5 is query 13 of layer 2.
     group = matches.layer % groups
     return matches._replace(

@@ -128,6 +128,8 @@ class RfDetrOptions(DecoderOptions):
     """Number of layers of the vision transformer backbone; feature maps are taken at four depths."""
     decoder_layers: int = 3
     """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
+    masks: bool = False
+    """Also predict a mask of each object, at a quarter of the size of the image; the data need masks."""
 
 
 @dataclass

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, RfDetrConfig, RfDetrForObjectDetection, RfDetrImageProcessor
-from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    RfDetrConfig,
+    RfDetrForObjectDetection,
+    RfDetrImageProcessor,
+)
+from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings, RfDetrModelOutput
 
 from toolkit.base.batch import normalize_images
 from toolkit.base.errors import BadInput
@@ -23,7 +29,9 @@ from toolkit.detectors.detr.configuration import handed_over, to_entries
 from toolkit.detectors.detr.detr_criterion import MatchingCosts
 from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
+from toolkit.detectors.detr.mask_terms import MaskTerms, PredictedMasks
 from toolkit.detectors.detr.options import RfDetrOptions
+from toolkit.detectors.detr.rf_detr_masks import MaskHead, pasted
 from toolkit.models.backbones import timm_model
 from toolkit.models.detector import MapTap
 from toolkit.models.weights.names import pairs, renamed, split_attention
@@ -90,6 +98,8 @@ class RfDetr(MatchedDetector):
                 "decoder_cross_attention_heads": 2 * heads,
             }
         entries["backbone_config"] = _backbone_entry(source_config, values.get("encoder_layers"), size)
+        if source_config is None and options.masks:
+            entries["intermediate_size"] = 4 * options.d_model  # of the mask head
         return entries
 
     def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
@@ -106,6 +116,9 @@ class RfDetr(MatchedDetector):
         for group in range(len(core.enc_output)):
             core.enc_out_class_embed[group] = copy.deepcopy(self.model.class_embed)
             core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
+        self.predicts_masks = options.masks
+        if options.masks:
+            self.masks = MaskHead(self.model.config)
 
     def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         """Prepare the backbone; the options also have `heads`, `encoder_layers` and `size` (None: not one of ours)."""
@@ -130,7 +143,14 @@ class RfDetr(MatchedDetector):
         }
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        return FocalCriterion(num_layers, costs, "classes", quality_terms)
+        masks = None
+        if self.predicts_masks:
+            config = self.model.config
+            ce = config.mask_class_loss_coefficient  # of the loss and the matching, as in the original program
+            dice = config.mask_dice_loss_coefficient
+            masks = MaskTerms((ce, dice), config.mask_point_sample_ratio)
+            self.default_weights = {**self.default_weights, "loss_mask_ce": ce, "loss_mask_dice": dice}
+        return FocalCriterion(num_layers, costs, "classes", quality_terms, masks)
 
     @property
     def groups(self) -> int:
@@ -143,7 +163,9 @@ class RfDetr(MatchedDetector):
 
         Returns:
             `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, for L layers and G
-            groups of Q queries; `encoder_logits (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`. G is 1 in evaluation.
+            groups of Q queries; `encoder_logits (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`; with masks also
+            `mask_maps`, `mask_queries` and `mask_bias` of the L layers and, last, of the encoder, see
+            `PredictedMasks`. G is 1 in evaluation.
 
         Raises:
             BadInput: the sides of the images are not multiples of patch size times windows, or the images have fewer
@@ -153,6 +175,7 @@ class RfDetr(MatchedDetector):
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         with precision(self.training, images.device):
             outputs = self.model.model(pixels)
+            masks = self._masks(outputs, images) if self.predicts_masks else {}
         with torch.autocast(images.device.type, enabled=False):
             dtype = self.model.dtype
             states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :].to(dtype)
@@ -163,7 +186,45 @@ class RfDetr(MatchedDetector):
                 "boxes": boxes,
                 "encoder_logits": self.model.predict_encoder_class_logits(outputs.enc_outputs_class.to(dtype)),
                 "encoder_boxes": outputs.enc_outputs_coord_logits.to(dtype),
+                **masks,
             }
+
+    def _masks(self, outputs: RfDetrModelOutput, images: Tensor) -> dict[str, Tensor]:
+        states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :]
+        masks = self.masks(outputs.backbone_features, states, outputs.enc_outputs_class, images.shape[-2:])
+        return {f"mask_{name}": value for name, value in masks._asdict().items()}
+
+    def decode(
+        self,
+        outputs: Mapping[str, Tensor],
+        sizes: Tensor,
+        orig_sizes: Tensor,
+        score_threshold: float,
+        top_k: int,
+    ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Return what `TransformersDetector.decode` does, and with masks also `masks` (B, K, h, w), over the whole
+        image."""
+        boxes, scores, labels, queries = self._best_pairs(outputs, orig_sizes, top_k)
+        if not self.predicts_masks:
+            return boxes, scores, labels
+        of_queries = outputs["mask_queries"][-2].float()  # of the last decoder layer
+        chosen = of_queries.gather(1, queries[..., None].expand(-1, -1, of_queries.shape[-1]))
+        maps = outputs["mask_maps"][-2].float()
+        logits = PredictedMasks(maps, chosen, outputs["mask_bias"].float()).logits()
+        return boxes, scores, labels, {"masks": logits.sigmoid()}
+
+    def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
+        return pasted(masks, size_hw)
+
+    def _saved_model(self) -> PreTrainedModel:
+        if not self.predicts_masks:
+            return self.model
+        from transformers import RfDetrForInstanceSegmentation
+
+        model = RfDetrForInstanceSegmentation(copy.deepcopy(self.model.config))
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        model.load_state_dict(tensors | self.masks.state_dict())
+        return model
 
     def map_taps(self) -> list[MapTap]:
         config = self.model.config

@@ -1,5 +1,5 @@
 """Weights of roboflow/rf-detr, which become an `rf_detr`: `rf-detr-nano.pth` and those of small, medium, large-2026,
-base."""
+base; with masks `rf-detr-seg-nano.pt` and the others of `seg`."""
 
 import math
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from torch import Tensor
 from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import Description, Publisher, count, named, pairs
 
+SIDE_OF_SEG_NANO = 312  # pixels; it has no windows, which the file does not say
 VIT = "backbone.0.encoder.encoder"
 PROJECTOR = ("backbone.0.projector.stages.0.0", "model.model.backbone.projector.projector_layer")
 ATTENTION = """
@@ -18,6 +19,14 @@ DECODER_LAYER = """
     norm1 self_attn_layer_norm, norm2 cross_attn_layer_norm, norm3 layer_norm, linear1 mlp.fc1, linear2 mlp.fc2
     self_attn.out_proj self_attn.o_proj
 """
+MASK_HEAD = """
+    query_features_block.layers.0 query_features_block.mlp.fc1
+    query_features_block.layers.2 query_features_block.mlp.fc2
+    query_features_block.norm_in query_features_block.norm, blocks.*.dwconv blocks.*.depthwise_conv
+    blocks.*.norm blocks.*.layernorm, blocks.*.pwconv1 blocks.*.pointwise_conv, bias segmentation_bias
+    spatial_features_proj spatial_features_proj, query_features_proj query_features_proj
+"""
+MASK_MARK = "segmentation_head.bias"
 REST = f"""
     {VIT} model.model.backbone.backbone, backbone.0.projector.stages.0.1 model.model.backbone.projector.layer_norm
     transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
@@ -28,11 +37,11 @@ REST = f"""
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
     has_two_maps = "backbone.0.projector.stages.1.0.cv1.conv.weight" in state
-    has_masks = any(name.startswith("segm") for name in state)
-    if has_two_maps or has_masks:
+    has_masks = MASK_MARK in state
+    if has_two_maps:
         raise BadInput(
-            f"model.pretrained {file}: a model of RF-DETR with masks, or the large one of 2025 with two feature maps; "
-            "rf_detr is nano, small, medium, large-2026 and base"
+            f"model.pretrained {file}: the large RF-DETR of 2025 with two feature maps; rf_detr is nano, small, "
+            "medium, large-2026 and base"
         )
     patches = state[f"{VIT}.embeddings.patch_embeddings.projection.weight"]
     width = len(patches)
@@ -40,13 +49,16 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     depth = count(state, f"{VIT}.encoder.layer")
     side = patch * math.isqrt(state[f"{VIT}.embeddings.position_embeddings"].shape[1] - 1)
     first = patch == 14  # base, which is used with larger images than its positions
+    windows = 4 if first else 2
+    if has_masks and side == SIDE_OF_SEG_NANO:
+        windows = 1
     backbone = {
         "model_type": "rf_detr_dinov2",
         "hidden_size": width,
         "num_attention_heads": width // 64,
         "num_hidden_layers": depth,
         "patch_size": patch,
-        "num_windows": 4 if first else 2,
+        "num_windows": windows,
         "out_indices": [2, 5, 8, 11] if first else [3, 6, 9, 12],
         "image_size": side,
     }
@@ -67,10 +79,14 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "layer_norm_eps": 1e-6,
         "num_queries": len(state["query_feat.weight"]) // groups,
     }
+    options: dict[str, object] = {"source_config": config}
+    if has_masks:
+        config["intermediate_size"] = len(state["segmentation_head.query_features_block.layers.0.weight"])
+        options["masks"] = True
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
     return Description(
         "rf_detr",
-        {"source_config": config},
+        options,
         named(len(state["class_embed.bias"])),
         size=resized,
     )
@@ -97,6 +113,7 @@ RF_DETR = Publisher(
             ],
         ),
         *pairs(DECODER_LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *pairs(MASK_HEAD, below=[("segmentation_head.", "masks.")]),
         *pairs(REST),
     ],
     left_out=r"^_",  # flags of its poses

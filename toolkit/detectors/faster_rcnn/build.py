@@ -19,6 +19,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from toolkit.base.box_ops import moved_ends
 from toolkit.base.errors import BadInput
+from toolkit.detectors.faster_rcnn.mask_branch import add_mask_branch
 from toolkit.detectors.faster_rcnn.model import FasterRCNN
 from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions, ResNet50Options, ResNet50V2Options, TwoStageOptions
 from toolkit.models import DetectorOptions
@@ -48,7 +49,7 @@ TORCHVISION_NAMES = {
 # Settings that torchvision has no keyword for; `FasterRCNN` takes them itself.
 OWN_SETTINGS = set(
     "rpn_crowd_overlap rpn_min_size rpn_smooth_l1_beta box_bg_iou_from box_crowd_overlap box_smooth_l1_beta".split()
-)
+) | {"masks"}
 
 
 class FeaturePyramid(nn.Module):
@@ -178,6 +179,9 @@ class FasterRCNNOnTimm(FasterRCNN):
             image_std=o.std or own_std,
             **torchvision_settings(o),
         )
+        if o.masks:
+            heads = (len(class_names) + 1, o.fpn_channels, o.mask_convs, o.mask_channels)
+            add_mask_branch(model.roi_heads, *heads, HEAD_NORMS[o.head_norm])
         super().__init__(model, o.strides, o)
         self.leaves_unused = leaves_stages(body)
         if o.whole_pixels:
@@ -192,8 +196,8 @@ class FasterRCNNOnTimm(FasterRCNN):
 
 
 class FasterRCNNResNet50(FasterRCNN):
-    """torchvision's `fasterrcnn_resnet50_fpn`: the state dict has torchvision's names, and equal weights give equal
-    boxes.
+    """torchvision's `fasterrcnn_resnet50_fpn`, or with masks its `maskrcnn_resnet50_fpn`: the state dict has
+    torchvision's names, and equal weights give equal boxes and masks.
 
     Settings: see `ResNet50Options`.
 
@@ -227,11 +231,14 @@ class FasterRCNNResNet50(FasterRCNN):
             1 + len(class_names),
             **torchvision_settings(options),
         )
+        if options.masks:
+            add_mask_branch(model.roi_heads, 1 + len(class_names), backbone.out_channels)
         super().__init__(model, (4, 8, 16, 32), options)
 
 
 class FasterRCNNResNet50V2(FasterRCNN):
-    """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021): the state dict has torchvision's names.
+    """torchvision's `fasterrcnn_resnet50_fpn_v2` (Li et al. 2021), or with masks its `maskrcnn_resnet50_fpn_v2`: the
+    state dict has torchvision's names.
 
     Settings: see `ResNet50V2Options`.
 
@@ -259,6 +266,9 @@ class FasterRCNNResNet50V2(FasterRCNN):
         if freeze == "paper":
             for module in (body.conv1, body.bn1, body.layer1):
                 module.requires_grad_(False)
+        if options.masks:
+            classes = 1 + len(class_names)
+            add_mask_branch(model.roi_heads, classes, model.backbone.out_channels, norm=nn.BatchNorm2d)
         super().__init__(model, (4, 8, 16, 32), options)
         self._freeze = freeze
 
@@ -343,5 +353,7 @@ def _check_options(o: FasterRcnnOptions) -> None:
             f"model.anchor_sizes: {sizes}; expected a list for each of the {len(strides)} strides, or one more, all of "
             "the same length."
         )
+    if o.masks and o.whole_pixels:
+        problems.append("model.masks: masks are not pooled as maskrcnn-benchmark does; leave out model.whole_pixels.")
     if problems:
         raise BadInput(problems)

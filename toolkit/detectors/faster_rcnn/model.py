@@ -1,4 +1,5 @@
-"""Faster R-CNN with a feature pyramid (Ren et al. 2015; Lin et al. 2017), made of torchvision's modules.
+"""Faster R-CNN with a feature pyramid (Ren et al. 2015; Lin et al. 2017), with masks Mask R-CNN (He et al. 2017), made
+of torchvision's modules.
 
 torchvision computes its losses inside the model, in autocast's precision and divided by the samples of one batch. Here
 `forward` returns predictions and their targets; `criterion` computes the losses in float32, divided by denominators of
@@ -30,6 +31,15 @@ from toolkit.base.batch import (
 from toolkit.base.box_ops import clip_boxes, resize_boxes
 from toolkit.base.seeding import image_generator
 from toolkit.detectors.faster_rcnn.criterion import roi_losses, rpn_losses
+from toolkit.detectors.faster_rcnn.mask_branch import (
+    Positives,
+    detected_masks,
+    mask_logits,
+    mask_loss,
+    pasted,
+    positives,
+    training_parts,
+)
 from toolkit.detectors.faster_rcnn.options import TwoStageOptions
 from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, clip, limits_whwh
 from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
@@ -68,6 +78,7 @@ class FasterRCNN(Detector):
     class_tensors = {  # background first
         "roi_heads.box_predictor.cls_score.*": (1, 1, 0),
         "roi_heads.box_predictor.bbox_pred.*": (4, 4, 0),
+        "roi_heads.mask_predictor.mask_fcn_logits.*": (1, 1, 0),
     }
 
     def __init__(self, model: torchvision_models.FasterRCNN, strides: Sequence[int], stages: TwoStageOptions):
@@ -82,18 +93,13 @@ class FasterRCNN(Detector):
         self.std = tuple(model.transform.image_std)
         self.map_channels = self.backbone.out_channels  # C, the width of the feature maps
         self.representation_size = self.roi_heads.box_predictor.cls_score.in_features  # D of the box head
-        # torchvision guesses the scales from the first batch it sees, and wrongly from small padded images.
-        first_level = int(strides[0]).bit_length() - 1  # 2 for a stride of 4, 3 for 8
-        last_level = int(strides[-1]).bit_length() - 1
-        pool = LevelPool.of(self.roi_heads.box_roi_pool)
-        pool.scales = [1 / stride for stride in strides]
-        pool.map_levels = LevelMapper(
-            first_level,
-            last_level,
-            pool.canonical_scale,
-            pool.canonical_level,
-        )
-        self.roi_heads.box_roi_pool = pool
+        self.roi_heads.box_roi_pool = _level_pool(self.roi_heads.box_roi_pool, strides)
+        self.predicts_masks = stages.masks
+        if stages.masks:
+            self.roi_heads.mask_roi_pool = _level_pool(self.roi_heads.mask_roi_pool, strides)
+            self.divided_by = {**dict.fromkeys(self.loss_names, "images"), "loss_mask": "images_with_objects"}
+            self.loss_names = tuple(self.divided_by)
+            self.default_weights = dict.fromkeys(self.loss_names, 1.0)
 
     @property
     def box_pool(self) -> MultiScaleRoIAlign:
@@ -164,8 +170,10 @@ class FasterRCNN(Detector):
             with targets, for `criterion`: of K sampled anchors per image `rpn_logits`, `rpn_match`, `rpn_weights` (B,
             K), `rpn_deltas`, `rpn_targets` (B, K, 4); of R sampled boxes of all images `roi_logits` (R, 1 + C),
             `roi_deltas` (R, 1 + C, 4), `roi_classes`, `roi_weights` (R,), `roi_targets` (R, 4), and, if images are
-            partly labelled, `roi_unlabelled` (R, 1 + C). In evaluation or without targets, for `postprocess`: `boxes`,
-            the proposals (P_i, 4) of each image i, and of all P of them `logits` (P, 1 + C) and `deltas` (P, 1 + C, 4).
+            partly labelled, `roi_unlabelled` (R, 1 + C); with masks, of the M samples that have an object,
+            `mask_logits`, `mask_targets` (M, 28, 28) and `mask_weights` (M,). In evaluation or without targets, for
+            `postprocess`: `boxes`, the proposals (P_i, 4) of each image i, of all P of them `logits` (P, 1 + C) and
+            `deltas` (P, 1 + C, 4), and with masks `maps`, the feature maps by name.
 
         Samples are drawn image by image in training, see `image_generator`; in evaluation they are the same every time.
         """
@@ -183,7 +191,7 @@ class FasterRCNN(Detector):
         boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
             logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
-            return {"boxes": boxes, "logits": logits, "deltas": deltas}
+            return {"boxes": boxes, "logits": logits, "deltas": deltas, **self._maps_for_masks(features)}
         with torch.no_grad():
             truths = padded_truths(targets)
             o = self.stages
@@ -192,6 +200,7 @@ class FasterRCNN(Detector):
             index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
             chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
+            match = roi_parts.pop("match")
         outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs["rpn_logits"] = logits.gather(1, index)
         outputs["rpn_deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
@@ -200,9 +209,15 @@ class FasterRCNN(Detector):
             image = image_of_each(sizes, anchors.device)
             roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image]
         outputs |= {f"roi_{name}": part for name, part in roi_parts.items()}
+        sampled_on_host = None
+        if self.predicts_masks:
+            sampled_on_host, match_on_host = to_host([sampled, match])  # the pools need not wait then
+            with_object = positives(sampled, sampled_on_host, match_on_host, roi_parts["classes"], sizes)
+            outputs |= self._mask_parts(features, with_object, targets)
         if self.training:
             samples = list(sampled.split(sizes))
-            outputs["roi_logits"], outputs["roi_deltas"] = self.detect(features, samples, images_hw)
+            on_cpu = None if sampled_on_host is None else [sampled_on_host]
+            outputs["roi_logits"], outputs["roi_deltas"] = self.detect(features, samples, images_hw, on_cpu)
             return outputs
         counts = [len(image_boxes) + len(target["boxes"]) for image_boxes, target in zip(boxes, targets, strict=True)]
         candidates = list(_with_objects(boxes, targets).split(counts))
@@ -213,16 +228,34 @@ class FasterRCNN(Detector):
         outputs["boxes"] = boxes
         outputs["logits"] = _without_objects(logits, boxes, counts)
         outputs["deltas"] = _without_objects(deltas, boxes, counts)
-        return outputs
+        return outputs | self._maps_for_masks(features)
+
+    def _maps_for_masks(self, features: Mapping[str, Tensor]) -> dict:
+        return {"maps": features} if self.predicts_masks else {}
+
+    def _mask_parts(
+        self, features: Mapping[str, Tensor], samples: Positives, targets: Sequence[Mapping]
+    ) -> dict[str, Tensor]:
+        logits = mask_logits(
+            self.roi_heads, features, samples.boxes, samples.classes, samples.counts, samples.boxes_on_host
+        )
+        parts = {"logits": logits, **training_parts(samples, targets)}
+        return {f"mask_{name}": part for name, part in parts.items()}
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return the number of images. Losses are means over the samples of an image, averaged over images, so the
-        number of samples on other ranks is not needed."""
-        return {"images": float(len(targets))}
+        """Return the number of images, and with masks the number of `images_with_objects`, crowd regions apart.
+
+        Losses are means over the samples of an image, averaged over images, so the number of samples on other ranks is
+        not needed. Only images with objects have samples for masks.
+        """
+        counts = {"images": float(len(targets))}
+        if self.predicts_masks:
+            counts["images_with_objects"] = float(sum(bool((target["iscrowd"] == 0).any()) for target in targets))
+        return counts
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):
-        """Return losses of this micro-batch, sums over its images / denominators["images"], and metrics as (sum,
-        count).
+        """Return losses of this micro-batch, sums over its images / denominators["images"] (`loss_mask`:
+        "images_with_objects"), and metrics as (sum, count).
 
         class_error: per cent of the sampled boxes with an object whose best class is another one, or background.
         """
@@ -251,6 +284,9 @@ class FasterRCNN(Detector):
             "loss_classifier": classifier / images,
             "loss_box_reg": boxes / images,
         }
+        if self.predicts_masks:
+            of_masks = mask_loss(outputs["mask_logits"], outputs["mask_targets"], outputs["mask_weights"])
+            losses["loss_mask"] = of_masks / denominators["images_with_objects"]
         positive = outputs["roi_classes"] > 0
         best_class = outputs["roi_logits"].argmax(dim=1)
         wrong = (best_class != outputs["roi_classes"]) & positive
@@ -272,9 +308,13 @@ class FasterRCNN(Detector):
         orig_sizes: Tensor,
         score_threshold: float,
         top_k: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Return boxes after class-wise suppression, best first, clipped to the image; at most `detections_per_image`
-        of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`."""
+        of the settings, with scores above the `score_threshold` of the settings. See `Detector.decode`.
+
+        With masks also `masks` (B, K, 28, 28), in the boxes, 0 for detections that `postprocess` drops; the host then
+        waits for the device, because masks are computed for the others only.
+        """
         counts = [len(image_boxes) for image_boxes in outputs["boxes"]]
         proposals = torch.cat(outputs["boxes"])[:, None]  # (P, 1, 4)
         deltas = outputs["deltas"][:, 1:]  # (P, C, 4)
@@ -286,7 +326,15 @@ class FasterRCNN(Detector):
             pad_rows(scores, counts),
             sizes,
         )
-        return resize_boxes(boxes, sizes, orig_sizes), scores, labels
+        found = resize_boxes(boxes, sizes, orig_sizes), scores, labels
+        if not self.predicts_masks:
+            return found
+        is_kept = (labels >= 0) & (scores > score_threshold)
+        is_kept &= is_kept.cumsum(1) <= top_k
+        return *found, {"masks": detected_masks(self.roi_heads, outputs["maps"], boxes, labels, is_kept)}
+
+    def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
+        return pasted(masks, boxes_xyxy, size_hw)
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the best detections of each image from the boxes (B, P, C, 4) and scores (B, P, C) of its P proposals.
@@ -424,6 +472,22 @@ class FasterRCNN(Detector):
             return torch.cat([same[:count] for count in counts])
 
         return draw
+
+
+def _level_pool(pool: MultiScaleRoIAlign, strides: Sequence[int]) -> LevelPool:
+    """Return a `LevelPool` like `pool` from maps of these strides in pixels; torchvision guesses the scales from the
+    first batch it sees, and wrongly from small padded images."""
+    first_level = int(strides[0]).bit_length() - 1  # 2 for a stride of 4, 3 for 8
+    last_level = int(strides[-1]).bit_length() - 1
+    level_pool = LevelPool.of(pool)
+    level_pool.scales = [1 / stride for stride in strides]
+    level_pool.map_levels = LevelMapper(
+        first_level,
+        last_level,
+        pool.canonical_scale,
+        pool.canonical_level,
+    )
+    return level_pool
 
 
 def _with_objects(boxes: Sequence[Tensor], targets: Sequence[Mapping]) -> Tensor:

@@ -68,6 +68,8 @@ class TwoStageOptions(DetectorOptions):
     """Box head: number of proposals sampled per image for the losses."""
     box_positive_fraction: float = 0.25
     """Box head: maximum fraction of positives among the sampled proposals."""
+    masks: bool = False
+    """Also predict a mask of each object, as Mask R-CNN; the data need masks."""
 
 
 @dataclass
@@ -101,6 +103,10 @@ class FasterRcnnOptions(TwoStageOptions):
     """Box head: number of 3 x 3 convolutions; 0 uses a second linear layer instead."""
     representation_size: int = 1024
     """Box head: hidden dimension of the linear layers."""
+    mask_convs: int = 4
+    """Mask branch (see `model.masks`): number of 3 x 3 convolutions."""
+    mask_channels: int = 256
+    """Mask branch: number of channels of its convolutions."""
     norm_eps: float = 1e-5
     """Epsilon of the backbone's frozen batch norms; 0 in Detectron and maskrcnn-benchmark."""
     stride_in_1x1: bool = False

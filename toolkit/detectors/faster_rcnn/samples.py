@@ -145,8 +145,8 @@ def sampled_boxes(
 
     Returns:
         for the R samples of all images, image after image: their rows (R,) among all candidates; their boxes (R, 4);
-        the number of samples of each image; a dict of `classes` (R,), where 0 is background, `targets` (R, 4) and
-        `weights` (R,).
+        the number of samples of each image; a dict of `classes` (R,), where 0 is background, `targets` (R, 4),
+        `weights` (R,) and `match` (R,), see `match_candidates`.
     """
     num_proposals = [len(boxes) for boxes in proposals]
     counts = [proposed + objects for proposed, objects in zip(num_proposals, truths.counts, strict=True)]
@@ -167,6 +167,7 @@ def sampled_boxes(
         "classes": labels.where(match >= 0, 0),
         "targets": box_targets(chosen, match, truths, settings.delta_weights),
         "weights": shares(match),
+        "match": match,
     }
     rows = layout["rows"]  # without the padding of images of few candidates
     parts = {name: values.flatten(0, 1)[rows] for name, values in padded.items()}

@@ -1,6 +1,7 @@
-"""Weights of torchvision's Faster R-CNN, whose tensors have the same names here.
+"""Weights of torchvision's Faster R-CNN and Mask R-CNN, whose tensors have the same names here.
 
-The files are `fasterrcnn_resnet50_fpn_coco-*.pth` and `fasterrcnn_resnet50_fpn_v2_coco-*.pth`.
+The files are `fasterrcnn_resnet50_fpn_coco-*.pth`, `fasterrcnn_resnet50_fpn_v2_coco-*.pth`, and the same of `maskrcnn`,
+whose detectors are those of `fasterrcnn` with the setting `masks`.
 """
 
 import re
@@ -17,15 +18,18 @@ MARKS = {
     "fasterrcnn_resnet50_fpn": "roi_heads.box_head.fc6.weight",
     "fasterrcnn_resnet50_fpn_v2": "roi_heads.box_head.0.0.weight",
 }
-# Until 0.13 convolutions of pyramid and proposals stood alone, without a list around them.
+MASK_MARK = "roi_heads.mask_predictor.mask_fcn_logits.weight"
+# Until 0.13 convolutions of pyramid and proposals stood alone, without a list around them; those of masks had numbers
+# from 1.
 WITH_LISTS = {
     r"^rpn\.head\.conv(?=\.[^.]+$)": r"rpn.head.conv.0.0",
     r"^(backbone\.fpn\.(inner|layer)_blocks\.\d+)(?=\.[^.]+$)": r"\1.0",
 }
+OF_MASKS = re.compile(r"^roi_heads\.mask_head\.mask_fcn(\d+)(?=\.[^.]+$)")
 
 
 def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether the names of these tensors are those of one of torchvision's two detectors."""
+    """Return whether the names of these tensors are those of one of torchvision's detectors."""
     return _architecture(state) is not None
 
 
@@ -46,7 +50,8 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     in torchvision's published detector, and a note says how to change it.
     """
     architecture = _architecture(state)
-    description = Description(architecture, {}, named(len(state[CLASSIFIER]) - 1))
+    options = {"masks": True} if MASK_MARK in state else {}
+    description = Description(architecture, options, named(len(state[CLASSIFIER]) - 1))
     if architecture == "fasterrcnn_resnet50_fpn":
         description.options["norm_eps"] = 0.0
         description.notes.append(
@@ -65,4 +70,8 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state = {name: tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")}
     for pattern, today in WITH_LISTS.items():
         state = {re.sub(pattern, today, name): tensor for name, tensor in state.items()}
-    return state
+    return {OF_MASKS.sub(_numbered_from_0, name): tensor for name, tensor in state.items()}
+
+
+def _numbered_from_0(name: re.Match) -> str:
+    return f"roi_heads.mask_head.{int(name[1]) - 1}.0"

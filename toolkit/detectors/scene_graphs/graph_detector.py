@@ -155,11 +155,16 @@ class GraphDetector(Detector):
 
 def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[str]) -> Detector:
     """Build the detector that the settings describe. default: settings of the detector if `options.detector_options` is
-    not set. Its architecture, if none is given, is faster_rcnn."""
+    not set. Its architecture, if none is given, is faster_rcnn.
+
+    Raises BadInput if the detector would predict masks, or as `build_detector` does.
+    """
     chosen = {"architecture": "faster_rcnn", **(options.detector_options or default)}
     chosen["pretrained_backbone"] = options.pretrained_backbone
     if options.backbone is not None:
         chosen["backbone"] = options.backbone
+    if chosen.get("masks"):
+        raise BadInput("masks: a scene graph has no use for masks; set it to false")
     return build_detector(**chosen, class_names=class_names)
 
 

@@ -280,6 +280,7 @@ def _open_detector(options: GraphOptions, table: DetectionTable) -> Pretrained:
     source = open_pretrained(name)
     if source.architecture == "scene_graph" and Path(name).expanduser().is_file():
         source = _detector_of(source)
+    source.options.pop("masks", None)  # which a scene graph does not use
     problems = []
     if source.architecture in GRAPH_ARCHITECTURES:
         problems.append(f"model.detector {name} is a scene graph; expected a detector, or give it as model.pretrained")

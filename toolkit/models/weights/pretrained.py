@@ -8,7 +8,8 @@ A detector must provide the following so that `start_detector` can load them:
 
 - Every tensor of its state dict receives the source's tensor of the same name and shape. A detector around a
   transformers model holds that model as `self.model`, and the source's names are then those of the model below
-  "model.". A different shape is an error, except for tensors with rows per class:
+  "model."; one with masks also holds the head of transformers' model `...ForInstanceSegmentation` as `self.masks`. A
+  different shape is an error, except for tensors with rows per class:
 - `class_tensors: Mapping[str, tuple[int, int, int]]`, an attribute of class or instance: `fnmatch` patterns of names in
   the state dict, each with `(before, each, after)`, the meaning of the rows (dimension 0) of these tensors. The rows
   are one or more blocks (one per anchor); a block has `before` rows that belong to no class (such as the background),
@@ -47,6 +48,7 @@ from toolkit.models.weights.weight_files import open_published_weights
 from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
 from toolkit.run.settings_file import ABOUT_STARTING, detector_options
 
+WITH_MASKS = "ForInstanceSegmentation"  # the end of the name of a class of transformers
 PROBE_S = 5.0  # seconds that the hub has to answer
 
 
@@ -130,12 +132,19 @@ def _architecture_and_settings(model: Mapping) -> tuple[str, dict]:
 
 
 def _from_transformers(name: str, source: str) -> Pretrained:
-    from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
+    from transformers import (
+        AutoConfig,
+        AutoImageProcessor,
+        AutoModelForInstanceSegmentation,
+        AutoModelForObjectDetection,
+    )
 
     try:
         with cached_when_offline():
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-            model = AutoModelForObjectDetection.from_pretrained(source, trust_remote_code=False)
+            has_masks = any(str(name).endswith(WITH_MASKS) for name in config.architectures or ())
+            loader = AutoModelForInstanceSegmentation if has_masks else AutoModelForObjectDetection
+            model = loader.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - a foreign folder makes transformers raise anything
         what = _first_sentence(error)
         if Path(source).is_dir():
@@ -157,7 +166,13 @@ def _from_transformers(name: str, source: str) -> Pretrained:
         options["mean"] = [0.0] * 3 if plain else list(map(float, processor.image_mean))
         options["std"] = [1.0] * 3 if plain else list(map(float, processor.image_std))
     class_names = [config.id2label[i] for i in sorted(config.id2label)]
-    tensors = {f"model.{key}": value for key, value in model.state_dict().items()}
+    if has_masks:  # a detector that is called `model`, and a head of masks around it
+        options["masks"] = True
+        tensors = {}
+        for key, value in model.state_dict().items():
+            tensors[key if key.startswith("model.") else f"masks.{key}"] = value
+    else:
+        tensors = {f"model.{key}": value for key, value in model.state_dict().items()}
     return Pretrained(name, config.model_type, options, class_names, tensors)
 
 

@@ -28,7 +28,8 @@ WEIGHT_KEYS = (
     ("state_dict",),
 )
 KNOWN_PUBLISHERS = (
-    "torchvision (fasterrcnn_resnet50_fpn, its _v2, ssd300_vgg16, ssdlite320_mobilenet_v3_large), "
+    "torchvision (fasterrcnn_resnet50_fpn and maskrcnn_resnet50_fpn, their _v2, ssd300_vgg16, "
+    "ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
     "Intellindust-AI-Lab/DEIMv2, roboflow/rf-detr, "
     "maskrcnn-benchmark, Scene-Graph-Benchmark (scene graphs too), Darknet's and GluonCV's YOLOv3"
