@@ -6,6 +6,7 @@
     python scripts/check_data.py train val --name HUB_NAME_OR_FOLDER
     python scripts/check_data.py val --format shapes
     python scripts/check_data.py DIR --classes '{car: vehicle, truck: vehicle}'
+    python scripts/check_data.py DIR --masks --pictures found/pictures    # reads, checks and draws masks too
     python scripts/check_data.py DIR --script train_ssd       # ends with the command that trains this detector on it
 
 A folder is read with all its splits, and these are compared: identical or near-duplicate images in two splits are
@@ -44,7 +45,8 @@ CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given."""
-    reading = {key: getattr(options, key) for key in ("image_dir", "format", "name", "check_images", "classes")}
+    keys = ("image_dir", "format", "name", "check_images", "classes", "masks")
+    reading = {key: getattr(options, key) for key in keys}
     reading["on_error"] = "drop"
     reading["classes_must_exist"] = False  # a split may lack a class; all splits together are checked below
     tables: dict[str, DetectionTable] = {}
@@ -164,7 +166,7 @@ def training_command(
     reading["on_error"] = None if options.on_error == "raise" else options.on_error
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     reading["classes"] = written_class_map(options.classes) if options.classes else None
-    return command_for(sources, inspection, reading, options.script)
+    return command_for(sources, inspection, reading, options.script, options.masks)
 
 
 @exit_on_bad_input
@@ -224,6 +226,7 @@ def _parser() -> Program:
     depths += "header reads sizes and ends of files; none opens no image"
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
     add_classes_flag(parser)
+    parser.add_argument("--masks", action="store_true", help="read and check the masks of objects too")
     side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
     add_data_flag(parser, "--image-size", type=int, nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")

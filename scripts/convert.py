@@ -4,9 +4,11 @@
     python scripts/convert.py DIR found/yolo --to yolo --val 0.2
     python scripts/convert.py DIR found/vehicles --to coco --classes '{car: vehicle, truck: vehicle}'
     python scripts/convert.py train.json found/voc --to voc --image-dir images
+    python scripts/convert.py DIR found/segments --to yolo --masks
 
 SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an annotation file; all its splits are
-written. Whatever the new format cannot represent is reported. The exit code is 0, or 2 if the source cannot be read.
+written, with `--masks` also the masks of objects. Whatever the new format cannot represent is reported. The exit code
+is 0, or 2 if the source cannot be read.
 """
 
 import logging
@@ -28,14 +30,14 @@ WRITTEN = {"coco": "coco", "voc": "voc", "yolo": "yolo", "csv": "csv", "parquet"
 
 
 def open_source_splits(
-    source: str, format: str, image_dir: list[str] | None, on_error: str, classes: Mapping
+    source: str, format: str, image_dir: list[str] | None, on_error: str, classes: Mapping, masks: bool = False
 ) -> dict[str, DetectionTable]:
     """Return tables by split: all splits of a folder, or an annotation file as the split train.
 
     on_error: "drop" leaves faulty records out, "raise" makes them an error. classes: as `data.classes`; empty: the
-    classes stay as they are.
+    classes stay as they are. masks: read the masks of objects too.
     """
-    reading = {"format": format, "image_dir": image_dir, "on_error": on_error, "classes": classes}
+    reading = {"format": format, "image_dir": image_dir, "on_error": on_error, "classes": classes, "masks": masks}
     if not Path(source).expanduser().is_dir():
         return {"train": open_dataset(source, **reading)}
     layout = recognise(source, format)
@@ -61,13 +63,16 @@ def main(arguments: list[str] | None = None) -> None:
     add_data_flag(parser, "--val", help="fraction of the training images to hold out as split val: 0.2, 20%% or 1/5")
     add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help="as in training")
     add_classes_flag(parser)
+    parser.add_argument("--masks", action="store_true", help="read and write the masks of objects too")
     parser.add_argument("--link", action="store_true", help="hard-link images on the same disk instead of copying")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
         raise BadInput(f"{options.target}: not an empty folder; give a new one")
-    tables = open_source_splits(options.source, options.format, options.image_dir, options.on_error, options.classes)
+    tables = open_source_splits(
+        options.source, options.format, options.image_dir, options.on_error, options.classes, options.masks
+    )
     if options.val is not None and "val" in tables:
         raise BadInput(f"--val {options.val}: {options.source} has a split val already")
     if options.val is not None:

@@ -15,7 +15,7 @@
 
 For a run folder, its best checkpoint is evaluated, with the weights (raw or averaged) that `eval.metric_for_best`
 measures. Several processes can share the work: `torchrun --nproc_per_node 2 scripts/evaluate.py runs/detr`. VOC's mean
-AP is printed in addition to COCO's metrics.
+AP is printed in addition to COCO's metrics, and COCO's metrics of masks (segm_...) for a detector that predicts masks.
 """
 
 import argparse

@@ -15,6 +15,8 @@ from torch import Tensor
 NONE = -1  # number of rings in the stored form: the object has no mask
 RUNS = -2  # of a mask that is run lengths
 
+MASKS_AT_ONCE = 255  # with more of them, pycocotools' `area` fails (OverflowError)
+
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -27,6 +29,10 @@ class Rle(NamedTuple):
     def as_coco(self) -> dict:
         """Return the dict that pycocotools' functions take."""
         return {"size": list(self.size_hw), "counts": self.counts}
+
+    def as_json(self) -> dict:
+        """Return the dict that stands in COCO's JSON files, as their `segmentation`."""
+        return {"size": list(self.size_hw), "counts": self.counts.decode("ascii")}
 
 
 Polygons = tuple[np.ndarray, ...]  # rings (P, 2) float64 of at least 3 corners each, x and y in pixels
@@ -143,10 +149,10 @@ def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size
 
 def rle(shape: Shape, size_hw: Size) -> Rle:
     """Return a mask as run lengths in a picture of this size, as COCO's `annToRLE`: rings are united; None is empty."""
-    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
-
     if isinstance(shape, Rle):
         return shape
+    from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
+
     if not shape:
         return rles_of(torch.zeros(1, *size_hw, dtype=torch.uint8))[0]
     height, width = size_hw
@@ -174,8 +180,20 @@ def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
     """Return the number of pixels of each of N masks in a picture of this size, (N,) float64."""
     from pycocotools import mask as coco_mask
 
+    parts = [np.zeros(0)]
+    for start in range(0, len(shapes), MASKS_AT_ONCE):
+        encoded = [rle(shape, size_hw).as_coco() for shape in shapes[start : start + MASKS_AT_ONCE]]
+        parts.append(np.array(coco_mask.area(encoded), np.float64))
+    return np.concatenate(parts)
+
+
+def tight_boxes(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
+    """Return the boxes (N, 4) float64 xyxy around the pixels of N masks in a picture of this size; zeros if empty."""
+    from pycocotools import mask as coco_mask
+
     encoded = [rle(shape, size_hw).as_coco() for shape in shapes]
-    return np.array(coco_mask.area(encoded), np.float64).reshape(-1)
+    xywh = np.array(coco_mask.toBbox(encoded), np.float64).reshape(-1, 4)
+    return np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
 
 
 def boxes_around(pixels: Tensor) -> Tensor:
@@ -188,6 +206,14 @@ def boxes_around(pixels: Tensor) -> Tensor:
             corners = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
             boxes[row] = torch.stack(corners)
     return boxes
+
+
+def column_of(shapes: Sequence[Shape]) -> np.ndarray:
+    """Return N masks as an object array (N,), the form of the column `masks` of `Boxes.extra`."""
+    column = np.empty(len(shapes), object)
+    for row, shape in enumerate(shapes):
+        column[row] = shape  # one by one: NumPy would take tuples apart
+    return column
 
 
 # ---- as stored in a table --------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ import numpy as np
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.kinds import MAX_EXACT_INTEGER
+from toolkit.base.masks import Shape
 from toolkit.data.image_sources import ImageSources
+from toolkit.data.segmentations import shape_of
 
 FLOAT_TYPES = {float}
 NUMBER_TYPES = {int, float}
@@ -41,6 +43,7 @@ class Reading:
     streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
     keep_images_without_relations: whether the training data of Visual Genome keep images without relations, see
         `load_graphs`; other formats always keep them.
+    masks: read the masks of objects too, see `toolkit.data.mask_checks`; False: they are not looked at.
     """
 
     image_dir: str | Path | Sequence[str] | ImageSources | None = None
@@ -52,6 +55,7 @@ class Reading:
     name: str | None = None
     streaming: bool = False
     keep_images_without_relations: bool = False
+    masks: bool = False
 
 
 class ImageRow(NamedTuple):
@@ -106,9 +110,11 @@ class Annotations:
     crowd: 1 for crowd regions
     attribute_ids: lists of ids by number of the annotation, for those that have any
     odd: entries that do not fit the columns, by number of the annotation, as the file has them
+    masks: masks by number of the annotation, for those that have any; None: masks are not read
+    mask_faults: what is wrong with masks, as phrases, by number of the annotation
     """
 
-    def __init__(self, categories: list | None = None):
+    def __init__(self, categories: list | None = None, masks: bool = False):
         self.categories: list = categories or []
         self.predicates: list = []
         self.attributes: list = []
@@ -120,6 +126,8 @@ class Annotations:
         self.whole, self.area, self.crowd = map(array, "Bdb")
         self.attribute_ids: dict[int, list] = {}
         self.odd: dict[int, object] = {}
+        self.masks: dict[int, Shape] | None = {} if masks else None
+        self.mask_faults: dict[int, list[str]] = {}
         self.relations = RelationColumns()
 
     def __len__(self) -> int:
@@ -166,6 +174,9 @@ class Annotations:
                 self.add(entry)
             return
         ids, image_ids, category_ids, flat, areas, crowds = columns
+        if self.masks is not None:
+            for number, entry in enumerate(entries, start=len(self)):
+                self.add_segmentation(number, entry.get("segmentation"))
         self.id.extend(ids)
         self.image.extend(map(self.image_ids, image_ids))
         self.category.extend(map(self.category_ids, category_ids))
@@ -179,6 +190,8 @@ class Annotations:
 
     def add(self, entry: object) -> None:
         """Add an entry of COCO's `annotations`."""
+        if self.masks is not None and isinstance(entry, dict):
+            self.add_segmentation(len(self), entry.get("segmentation"))
         if not _fits(entry):
             self.odd[len(self)] = entry
             self.add_box(0, None, None, (0.0, 0.0, 1.0, 1.0))
@@ -195,6 +208,14 @@ class Annotations:
             entry.get("iscrowd", 0),
             area if is_usable else np.nan,
         )
+
+    def add_segmentation(self, number: int, segmentation: object) -> None:
+        """Keep the mask of the annotation with this number, a value of COCO's key `segmentation`, with its faults."""
+        shape, faults = shape_of(segmentation)
+        if shape is not None:
+            self.masks[number] = shape
+        if faults:
+            self.mask_faults[number] = faults
 
     def entry(self, number: int) -> object:
         """Return an entry as the file has it, without unused keys."""

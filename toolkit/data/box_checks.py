@@ -13,6 +13,7 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import MAX_AREA, Annotations, ImageRow, RelationColumns, is_id
+from toolkit.data.mask_checks import with_masks
 from toolkit.data.table import Problem
 
 CLIP_TOLERANCE = 0.01  # pixels; COCO rounds coordinates to two places, which alone can put an edge this far outside
@@ -137,6 +138,8 @@ def check_boxes(
             problems.append(_emptied_image(rows[image_id], image_id, count))
     extra = {"attributes": _attributes(a, order, attributes)} if attributes else {}
     boxes = Boxes(offsets, xyxy[order], label[order], None, area[order], crowd[order], ids[order], extra)
+    if a.masks is not None:
+        boxes = with_masks(boxes, order, a, file, list(rows.values()), problems)
     return boxes, AnnotationIndex(images, boxes, dropped)
 
 

@@ -112,7 +112,7 @@ def _narrow(boxes: Boxes) -> Boxes:
     wide = boxes.extra["attributes"]
     counts = (wide > 0).sum(axis=1)
     most = max(1, counts.max(initial=0))
-    return replace(boxes, extra={"attributes": wide[:, :most]})
+    return replace(boxes, extra={**boxes.extra, "attributes": wide[:, :most]})
 
 
 def unsafe_file_name(file_name: str) -> bool:

@@ -13,6 +13,7 @@ import yaml
 
 from toolkit.base.boxes import offsets_of
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import Shape
 from toolkit.base.text import did_you_mean, shown
 from toolkit.data.table import Category, DetectionTable
 
@@ -38,8 +39,20 @@ class RelabelledTable(DetectionTable):
 
     @functools.cached_property
     def _content(self):
-        rows, images = self.as_stored()._content
-        return relabelled_rows(rows, self.new_labels), images
+        rows, stored = self.as_stored()._content
+        return relabelled_rows(rows, self.new_labels), stored
+
+    @functools.cached_property
+    def _kept_objects(self) -> list[np.ndarray]:
+        """For each image of the viewed table which of its objects stay, a bool array each."""
+        viewed = self.as_stored().boxes()
+        is_kept = np.array(self.new_labels, np.int64)[viewed.labels] != LEFT_OUT
+        return np.split(is_kept, viewed.offsets[1:-1])
+
+    def masks_of(self, index: int) -> list[Shape]:
+        """Return the masks of the objects of one image that stay, see `DetectionTable.masks_of`."""
+        shapes = super().masks_of(index)
+        return [shape for shape, is_kept in zip(shapes, self._kept_objects[index], strict=True) if is_kept]
 
     def as_stored(self) -> DetectionTable:
         """Return the table as its Arrow file has it, with the classes of the data."""

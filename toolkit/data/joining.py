@@ -255,7 +255,10 @@ def _joined_rows(
     for table, part in zip(tables, parts, strict=True):
         label_of = np.array([class_names.index(name) for name in table.class_names])
         labels.append(label_of[part.labels])
-    boxes = Boxes(_joined_offsets(parts), labels=np.concatenate(labels), scores=None, **columns)
+    extra = {}
+    if all("masks" in part.extra for part in parts):
+        extra["masks"] = np.concatenate([part.extra["masks"] for part in parts])
+    boxes = Boxes(_joined_offsets(parts), labels=np.concatenate(labels), scores=None, extra=extra, **columns)
     return rows, boxes
 
 

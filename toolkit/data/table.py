@@ -19,6 +19,7 @@ from torch import Tensor
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.masks import Shape, column_of, from_bytes
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.decoding import ImageError, decode_image, decode_reduced
@@ -32,6 +33,7 @@ OBJECT_TYPES = {
     "iscrowd": pa.int8(),
 }
 ATTRIBUTE_ID = pa.int32()  # of `objects` where the data name attributes: a fixed number for each object
+ON_DISK = ("image", "masks")  # columns that are read row by row
 RELATION_TYPES = {"subject": pa.int64(), "object": pa.int64(), "predicate": pa.int64()}  # rows of this image's objects
 
 
@@ -83,7 +85,8 @@ class LabelledImages:
     """Images with their boxes, annotated or found, as columns: the input of the writer of a format.
 
     boxes, relations: of the images, in their order; labels are rows of `categories`, and the column `predicate` has
-    rows of `predicates`. With `attributes`, `boxes.extra["attributes"]` has their ids from 1, padded with 0.
+    rows of `predicates`. With `attributes`, `boxes.extra["attributes"]` has their ids from 1, padded with 0. If masks
+    were read, `boxes.extra["masks"]` has them.
     """
 
     images: Sequence[ImageRow]
@@ -97,6 +100,12 @@ class LabelledImages:
         """Return a copy with other names of the image files, one for each image."""
         images = [row._replace(file_name=name) for row, name in zip(self.images, file_names, strict=True)]
         return dataclasses.replace(self, images=images)
+
+    def masks_by_image(self) -> Iterator[list[Shape]]:
+        """Yield the masks of the boxes of every image; None for each if masks were not read."""
+        shapes = self.boxes.extra.get("masks", np.full(len(self.boxes), None))
+        for index in range(len(self.images)):
+            yield shapes[self.boxes.of_image(index)].tolist()
 
     def by_image(self) -> Iterator[tuple[ImageRow, list[tuple[int, list[float], float | None, bool]]]]:
         """Yield every image with the label, xyxy, score (None: annotated) and crowd flag of each of its boxes."""
@@ -129,6 +138,7 @@ class DetectionTable:
         a table that was read from a single data set.
     class_map: the setting `data.classes` that made the classes (`toolkit.data.classes`); empty: they are those of the
         data.
+    has_masks: whether the data were read with the masks of objects.
     """
 
     arrow_file: Path
@@ -143,18 +153,20 @@ class DetectionTable:
     count: int | None = None
     sets: tuple[JoinedSet, ...] = ()
     class_map: Mapping[str, str | None] = field(default_factory=dict)
+    has_masks: bool = False
 
     @functools.cached_property
     def rows(self) -> pa.Table:
-        """All columns but `image`, in memory. Raises BadInput if the Arrow file is gone or was changed."""
+        """All columns but `image` and `masks`, in memory. Raises BadInput if the Arrow file is gone or was changed."""
         everything, _ = self._content
         return everything.slice(0, self.count)
 
     @functools.cached_property
-    def _content(self) -> tuple[pa.Table, "_EmbeddedImages | None"]:
-        may_have_images = self.image_root is None
-        # Mapped only for the moment of copying, so that embedded images need not be read.
-        open_file = pa.memory_map if may_have_images else pa.OSFile
+    def _content(self) -> tuple[pa.Table, dict[str, "_StoredColumn"]]:
+        """The columns in memory, and those of `ON_DISK` that the table has, by name."""
+        has_stored = self.image_root is None or self.has_masks
+        # Mapped only for the moment of copying, so that embedded images and masks need not be read.
+        open_file = pa.memory_map if has_stored else pa.OSFile
         try:
             file = open_file(str(self.arrow_file))
         except FileNotFoundError as error:
@@ -162,9 +174,9 @@ class DetectionTable:
         with file:
             content = file.read_buffer()
             try:
-                if may_have_images:
-                    return _without_images(self.arrow_file, content)
-                return _read_all(content), None
+                if has_stored:
+                    return _without_stored(self.arrow_file, content)
+                return _read_all(content), {}
             except MemoryError:  # Arrow's is an ArrowException too
                 raise
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -176,6 +188,8 @@ class DetectionTable:
     def row(self, index: int) -> dict:
         """Return one image: the columns of `rows`, and `image`, its encoded bytes, if images are embedded.
 
+        With masks, `masks` is the list of the `toolkit.base.masks.Shape` of its objects.
+
         `objects` and `relations` are dicts of own (writable) NumPy arrays. `bbox` is (N, 4) float32, `area` float32,
         everything else int64; `attributes` is (N, A), if the data have attributes. Raises IndexError outside 0 <= index
         < len, and BadInput for an embedded image that the file no longer has.
@@ -184,10 +198,20 @@ class DetectionTable:
             raise IndexError(f"row {index} of a table of {len(self)} images")
         position = bisect_right(self._starts, index) - 1
         row = self._batches[position].row(index - self._starts[position])
-        _, images = self._content
-        if images is not None:
-            row["image"] = images.read(index)
+        _, stored = self._content
+        if "image" in stored:
+            row["image"] = stored["image"].read(index)
+        if self.has_masks:
+            row["masks"] = self.masks_of(index)
         return row
+
+    def masks_of(self, index: int) -> list[Shape]:
+        """Return the masks of the objects of one image, in the order of the objects.
+
+        Raises BadInput if the file no longer has them.
+        """
+        _, stored = self._content
+        return from_bytes(stored["masks"].read(index))
 
     def file_name(self, index: int) -> str:
         """Return the file name of one image, without reading its whole row.
@@ -261,9 +285,21 @@ class DetectionTable:
         mask = np.array(rows, bool)
         return None if mask.all() else mask
 
-    def boxes(self) -> Boxes:
-        """Return all annotated boxes as columns, in the order of the images."""
+    def boxes(self, masks: bool = False) -> Boxes:
+        """Return all annotated boxes as columns, in the order of the images.
+
+        masks: read the masks of all objects too, into the column `masks` of `extra`, an object array (N,) of
+            `toolkit.base.masks.Shape`.
+        """
+        extra = {}
+        if masks:
+            shapes = []
+            for index in range(len(self)):
+                shapes += self.masks_of(index)
+            extra["masks"] = column_of(shapes)
         offsets, flat = _join_views([batch.objects for batch in self._batches])
+        if self.attributes:
+            extra["attributes"] = flat["attributes"]
         return Boxes(
             offsets,
             flat["bbox"].astype(np.float64),
@@ -272,7 +308,7 @@ class DetectionTable:
             area=flat["area"].astype(np.float64),
             iscrowd=flat["iscrowd"] > 0,
             ids=flat["id"],
-            extra={"attributes": flat["attributes"]} if self.attributes else {},
+            extra=extra,
         )
 
     def relations(self) -> Relations:
@@ -284,7 +320,7 @@ class DetectionTable:
         """Return all that the table holds except the images themselves, as columns."""
         return LabelledImages(
             images=self.image_rows(),
-            boxes=self.boxes(),
+            boxes=self.boxes(masks=self.has_masks),
             categories=self.categories,
             relations=self.relations(),
             predicates=self.predicates,
@@ -382,8 +418,8 @@ class DetectionTable:
         return {key: value for key, value in self.__dict__.items() if key not in opened}
 
 
-class _EmbeddedImages:
-    """The encoded images in an Arrow file, read one by one where they stand in it.
+class _StoredColumn:
+    """The values of a column of bytes in an Arrow file, read one by one where they stand in it.
 
     starts, sizes: (N,) int64, in bytes. The file stays open, so that it can be read when its name is gone.
     """
@@ -395,7 +431,7 @@ class _EmbeddedImages:
         self.file = open(path, "rb")  # noqa: SIM115 - as long as the table
 
     def read(self, index: int) -> bytes:
-        """Read one image. Raises BadInput: the file ends before."""
+        """Read the value of one row. Raises BadInput: the file ends before."""
         size = int(self.sizes[index])
         # Not `seek` and `read`: threads and forked workers share the position of an open file.
         content = os.pread(self.file.fileno(), size, int(self.starts[index]))
@@ -409,31 +445,31 @@ def _read_all(content: pa.Buffer) -> pa.Table:
     return pa.ipc.open_stream(content).read_all()
 
 
-def _without_images(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, _EmbeddedImages | None]:
-    """Copy the rows of a file without the column of images to memory; return them and the images, None if it has none.
+def _without_stored(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, dict[str, _StoredColumn]]:
+    """Copy the rows of a file without the columns `ON_DISK` to memory; return them, and those columns by name.
 
     content: of the whole file, mapped.
     """
     reader = pa.ipc.open_stream(content)
-    others = [name for name in reader.schema.names if name != "image"]
-    has_images = len(others) < len(reader.schema.names)
+    others = [name for name in reader.schema.names if name not in ON_DISK]
+    places = {name: [np.zeros((2, 0), np.int64)] for name in reader.schema.names if name in ON_DISK}
     schema = pa.schema([reader.schema.field(name) for name in others])
-    starts = [np.zeros(0, np.int64)]
-    sizes = [np.zeros(0, np.int64)]
     copy = pa.BufferOutputStream()
     with pa.ipc.new_stream(copy, schema) as writer:
         for batch in reader:
             writer.write_batch(batch.select(others))
-            if has_images and batch.num_rows:
-                _, offsets, values = batch.column("image").buffers()
+            if not batch.num_rows:
+                continue
+            for name, of_column in places.items():
+                _, offsets, values = batch.column(name).buffers()
                 offsets = np.frombuffer(offsets, np.int32, batch.num_rows + 1).astype(np.int64)
-                place = values.address - content.address  # of the batch's images in the file
-                starts.append(offsets[:-1] + place)
-                sizes.append(np.diff(offsets))
-    images = None
-    if has_images:
-        images = _EmbeddedImages(arrow_file, np.concatenate(starts), np.concatenate(sizes))
-    return _read_all(copy.getvalue()), images
+                place = values.address - content.address  # of the batch's values in the file
+                of_column.append(np.stack([offsets[:-1] + place, np.diff(offsets)]))
+    stored = {}
+    for name, of_column in places.items():
+        starts, sizes = np.concatenate(of_column, axis=1)
+        stored[name] = _StoredColumn(arrow_file, starts, sizes)
+    return _read_all(copy.getvalue()), stored
 
 
 def _in_braces(class_map: Mapping[str, str | None]) -> str:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, write_json
+from toolkit.base.masks import column_of, to_bytes
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
@@ -61,6 +62,8 @@ def cached_table(
         BadInput: errors in the data with `on_error` "raise"; a table without images; any error that `write` raises.
     """
     first = f"{TABLE_VERSION} {reading.max_image_pixels}"
+    if reading.masks:
+        first += " masks"
     digest = hashlib.blake2b(first.encode(), digest_size=16)
     for part in key:
         content = part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape")
@@ -135,13 +138,15 @@ def write_table(
     two processes write the same table, the later one replaces the files of the first.
 
     Args:
-        boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`.
+        boxes, relations: of the images, in their order; `boxes.extra["attributes"]` (N, A) with `attributes`, and
+            `boxes.extra["masks"]`, an object array (N,) of `toolkit.base.masks.Shape`, if the table is to hold masks.
         encoded: the encoded images, if the table is to hold them.
         checked: digests of places (`toolkit.data.image_sources.digest_of`) that tell whether the cache is valid.
         sets, set_of_image: of a joined table, (images,) rows of `sets`.
     """
     if attributes and "attributes" not in boxes.extra:
-        boxes = dataclasses.replace(boxes, extra={"attributes": np.zeros((len(boxes), 1), np.int64)})
+        none = np.zeros((len(boxes), 1), np.int64)
+        boxes = dataclasses.replace(boxes, extra={**boxes.extra, "attributes": none})
     relations = relations or Relations.none(len(images))
     with _temporary(cache_file) as temporary:
         _write_stream(images, boxes, relations, encoded, set_of_image, temporary)
@@ -154,6 +159,7 @@ def write_table(
             problems=list(problems),
             name=name,
             sets=tuple(sets),
+            has_masks="masks" in boxes.extra,
         )
         return _publish(table, cache_file, checked or {})
 
@@ -217,6 +223,8 @@ def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]
         "checked": dict(checked),
         "sets": [dataclasses.astuple(one) for one in table.sets],
     }
+    if table.has_masks:
+        info["masks"] = True
     fsync_folder(table.arrow_file)  # a name that survives a power cut must not lead to zeros
     fingerprint = _fingerprint_of(table.arrow_file, info)
     arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
@@ -329,10 +337,11 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
         name=info["name"],
         fingerprint=info["fingerprint"],
         sets=tuple(JoinedSet(name, tuple(classes)) for name, classes in info.get("sets", ())),
+        has_masks=info.get("masks", False),
     )
 
 
-def _schema(string_ids: bool, embedded: bool, attribute_columns: int, joined: bool) -> pa.Schema:
+def _schema(string_ids: bool, embedded: bool, attribute_columns: int, joined: bool, masks: bool) -> pa.Schema:
     fields = {"image_id": pa.string() if string_ids else pa.int64()}
     fields["file_name"] = pa.string()
     if embedded:
@@ -348,6 +357,8 @@ def _schema(string_ids: bool, embedded: bool, attribute_columns: int, joined: bo
     for name, types in groups.items():
         lists = {key: pa.list_(type_) for key, type_ in types.items()}
         fields[name] = pa.struct(lists)
+    if masks:
+        fields["masks"] = pa.binary()
     return pa.schema(fields)
 
 
@@ -382,7 +393,7 @@ def _schema_of(
     attributes = boxes.extra.get("attributes")
     string_ids = bool(images) and isinstance(images[0].image_id, str)
     columns = 0 if attributes is None else attributes.shape[1]
-    return _schema(string_ids, embedded, columns, set_of_image is not None)
+    return _schema(string_ids, embedded, columns, set_of_image is not None, "masks" in boxes.extra)
 
 
 def _record_batches(
@@ -402,17 +413,23 @@ def _record_batches(
         "attributes": boxes.extra.get("attributes"),
     }
     ends = {name: getattr(relations, name) for name in RELATION_TYPES}
+    stored = {}  # columns of bytes, row by row
+    if encoded is not None:
+        stored["image"] = encoded
+    if "masks" in boxes.extra:
+        stored["masks"] = _masks_of_images(boxes)
+    of_rows = zip(*stored.values(), strict=True)
     start = 0
     while start < len(images):
-        held = None if encoded is None else _some(encoded)
-        count = BATCH_ROWS if held is None else len(held)
+        held = _some(of_rows) if stored else []
+        count = len(held) if stored else BATCH_ROWS
         stop = min(start + count, len(images))
         rows = images[start:stop]
         batch = {}
         for name in ImageRow._fields:
             batch[name] = [getattr(row, name) for row in rows]
-        if held is not None:
-            batch["image"] = held
+        for position, name in enumerate(stored):
+            batch[name] = [values[position] for values in held]
         if set_of_image is not None:
             batch["set"] = set_of_image[start:stop]
         of_boxes = boxes.offsets[start : stop + 1]
@@ -424,13 +441,20 @@ def _record_batches(
         start = stop
 
 
-def _some(encoded: Iterator[bytes]) -> list[bytes]:
-    """Return the next images of one record batch."""
+def _masks_of_images(boxes: Boxes) -> Iterator[bytes]:
+    """Yield the stored form of the masks of each image."""
+    shapes = boxes.extra["masks"]
+    for index in range(boxes.num_images):
+        yield to_bytes(shapes[boxes.of_image(index)].tolist())
+
+
+def _some(of_rows: Iterator[tuple[bytes, ...]]) -> list[tuple[bytes, ...]]:
+    """Return the next images and masks of one record batch."""
     held = []
     size = 0
-    for image in encoded:
-        held.append(image)
-        size += len(image)
+    for values in of_rows:
+        held.append(values)
+        size += sum(map(len, values))
         if len(held) >= BATCH_ROWS or size >= BATCH_BYTES:
             break
     return held
@@ -470,6 +494,8 @@ def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Rel
     extra = {}
     if attributed:
         extra["attributes"] = joined("objects", "attributes", np.int64, attributed[0].shape[1])
+    if rows and "masks" in rows[0]:
+        extra["masks"] = column_of([shape for row in rows for shape in row["masks"]])
     boxes = Boxes(
         offsets_of([len(row["objects"]["id"]) for row in rows]),
         joined("objects", "bbox", np.float64, 4),

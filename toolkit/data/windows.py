@@ -93,11 +93,11 @@ class WindowTable(DetectionTable):
         return self._layout[1]
 
     @functools.cached_property
-    def _content(self) -> tuple[pa.Table, None]:
+    def _content(self) -> tuple[pa.Table, dict]:
         boxes = self._clipped_boxes()
         relations = Relations.none(len(self.windows_xyxy))
         sets = self.pictures.set_of_image()[self.picture_of_window] if self.sets else None
-        return rows_in_memory(self._image_rows(), boxes, relations, sets), None
+        return rows_in_memory(self._image_rows(), boxes, relations, sets), {}
 
     def _image_rows(self) -> list[ImageRow]:
         whole = self.pictures.image_rows()

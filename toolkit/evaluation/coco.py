@@ -7,6 +7,7 @@ Detections with equal scores are ranked by the order of their images in the tabl
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns, metric_text, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
+from toolkit.evaluation.mask_matches import masks_of_truth, match_masks, named_by_mask
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match_boxes, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 
@@ -23,7 +25,7 @@ BACKENDS = ("toolkit", "pycocotools")
 
 
 class CocoEvaluator:
-    """The twelve COCO box metrics and those of each class, for one dataset.
+    """The twelve COCO box metrics and those of each class, for one dataset; of masks too if the table has masks.
 
     Args:
         table: the `DetectionTable` with the ground truth.
@@ -40,13 +42,16 @@ class CocoEvaluator:
         self.backend = backend
         self.image_ids = table.image_ids().tolist()
         self.matches: Matches | None = None  # of the last evaluation
+        self.mask_matches: Matches | None = None  # by mask; None: table or predictions have no masks
 
     def evaluate(self, predictions: Boxes | Mapping) -> dict[str, float | None]:
-        """Compute the metrics of predictions for all images; afterwards the attribute `matches` has the matched boxes.
+        """Compute the metrics of predictions for all images; afterwards the attribute `matches` has the matched boxes,
+        and `mask_matches` the matches by mask.
 
         Args:
             predictions: for every image id of the table `boxes (K, 4)` xyxy in original pixels, `scores (K,)`,
-                `labels (K,)` int from 0, for K >= 0 predictions. Or `Boxes`, with the images in the order of the table.
+                `labels (K,)` int from 0, for K >= 0 predictions, and `masks`, a list of K `Rle`, if the detector
+                predicts masks. Or `Boxes`, with the images in the order of the table.
 
         Returns:
             `bbox_AP, bbox_AP50, bbox_AP75, bbox_APs, bbox_APm, bbox_APl, bbox_AR1, bbox_AR10, bbox_AR100, bbox_ARs,
@@ -54,24 +59,43 @@ class CocoEvaluator:
             nothing is to be found (pycocotools returns -1). Also `voc07_mAP` and `voc12_mAP`, see
             `voc_metrics`, and for a table that joins several sets `bbox_AP/<set>` of the images of each set.
 
+            If table and predictions have masks, also COCO's metrics of masks: `segm_AP, segm_AP50, ... segm_ARl`,
+            `segm_AP/<class>`, `segm_AP50/<class>`, `segm_AR100/<class>`, and `segm_AP/set/<set>`.
+
         Raises:
-            BadInput: image ids of predictions and table differ.
+            BadInput: image ids of predictions and table differ, or a mask does not have the size of its image.
         """
         self.matches = match_predictions(predictions, self.table)
+        self.mask_matches = self._matched_by_mask()
         compute = pycocotools_numbers if self.backend == "pycocotools" else coco_row
         row = compute(self.matches)
         voc = voc_metrics(self.matches)
         row["voc07_mAP"] = voc["voc07_mAP"]
         row["voc12_mAP"] = voc["voc12_mAP"]
-        for name, part in self._matches_of_sets():
+        for name, part in self._matches_of_sets(self.matches):
             row[f"bbox_AP/{name}"] = coco_row(part)["bbox_AP"]
+        if self.mask_matches is not None:
+            row |= named_by_mask(compute(self.mask_matches))
+            for name, part in self._matches_of_sets(self.mask_matches):
+                by_mask = match_masks(part, part.truth.extra["masks"])
+                row[f"segm_AP/set/{name}"] = coco_row(by_mask)["bbox_AP"]
         return row
 
-    def _matches_of_sets(self) -> Iterator[tuple[str, Matches]]:
-        """Yield the matches in the images of each data set, if the table joins several."""
+    def _matched_by_mask(self) -> Matches | None:
+        """Return the matches by mask of the predictions in `matches`; None if table or predictions have no masks."""
+        if "masks" not in self.matches.found.extra or self._truth_masks is None:
+            return None
+        return match_masks(self.matches, self._truth_masks)
+
+    @cached_property
+    def _truth_masks(self) -> np.ndarray | None:
+        """The masks of the annotated objects, drawn once for all evaluations; None: the table has none."""
+        return masks_of_truth(self.table)
+
+    def _matches_of_sets(self, whole: Matches) -> Iterator[tuple[str, Matches]]:
+        """Yield the matches by boxes in the images of each data set, if the table joins several."""
         if len(self.table.sets) <= 1:
             return
-        whole = self.matches
         of_image = self.table.set_of_image()
         for number, one in enumerate(self.table.sets):
             kept = of_image == number
@@ -86,17 +110,22 @@ class CocoEvaluator:
             yield one.name, matches
 
     def describe(self, scores: Mapping, predictions: Boxes | Mapping, step: int | None = None) -> str:
-        """Return a text with `per_class_table`, COCO's six AP and six AR, and, if AP is 0, the likely reasons.
+        """Return a text with `per_class_table`, COCO's six AP and six AR (of masks too), and, if AP is 0, the likely
+        reasons.
 
         scores: the result of `evaluate` for these predictions. step: optimizer steps that the detector was trained for;
         None: unknown.
         """
         lines = [per_class_table(scores, self.table)]
-        for kind in ("AP", "AR"):
-            texts = []
+        kinds = ["bbox_AP", "bbox_AR"]
+        if "segm_AP" in scores:
+            kinds += ["segm_AP", "segm_AR"]
+        for kind in kinds:
+            of_masks = kind.startswith("segm_")
+            texts = ["masks:"] if of_masks else []
             for name, value in scores.items():
-                if name.startswith(f"bbox_{kind}"):
-                    texts.append(f"{name.removeprefix('bbox_')} {metric_text(value)}")
+                if name.startswith(kind) and not (of_masks and "/" in name):
+                    texts.append(f"{name[len('bbox_') :]} {metric_text(value)}")
             lines.append("  ".join(texts))
         if not scores["bbox_AP"]:
             explain_zero_ap = index.tool("explain_zero_ap")
@@ -232,20 +261,26 @@ def _impossible_boxes(truth: Boxes, table) -> list[str]:
 def per_class_table(result: Mapping, table) -> str:
     """Format a table of text with a line for each class, and one for all.
 
-    The columns are the numbers of images and boxes (without crowds), AP, AP50 and AR100; `-` is an undefined metric.
+    The columns are the numbers of images and boxes (without crowds), AP, AP50 and AR100, and with masks their AP and
+    AP50; `-` is an undefined metric.
 
     result: of `CocoEvaluator.evaluate`.
     """
     truth = table.boxes()
     truth = truth[~truth.iscrowd]
-    metrics = ("AP", "AP50", "AR100")
+    metrics = {"AP": "AP", "AP50": "AP50", "AR100": "AR100"}  # names in `result` by the heads of their columns
+    totals = [f"bbox_{metric}" for metric in metrics]
+    if "segm_AP" in result:
+        of_masks = {"mask AP": "segm_AP", "mask AP50": "segm_AP50"}
+        metrics |= of_masks
+        totals += of_masks.values()
     rows = [("class", "images", "boxes", *metrics)]
     for k, name in enumerate(class_keys(table)):
         images = truth.image_index[truth.labels == k]  # of each box
-        numbers = [metric_text(result.get(f"{metric}/{name}")) for metric in metrics]
+        numbers = [metric_text(result.get(f"{metric}/{name}")) for metric in metrics.values()]
         counts = (str(len(np.unique(images))), str(len(images)))
         rows.append((shown(name, 40), *counts, *numbers))
-    numbers = [metric_text(result.get(f"bbox_{metric}")) for metric in metrics]
+    numbers = [metric_text(result.get(metric)) for metric in totals]
     counts = (str(len(np.unique(truth.image_index))), str(len(truth)))
     rows.append(("all", *counts, *numbers))
     return align(rows)

@@ -185,12 +185,15 @@ def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:
-    """Compute the metrics of `toolkit.evaluation.coco.coco_row` by pycocotools, with 2 kB of memory per box."""
+    """Compute the metrics of `toolkit.evaluation.coco.coco_row` by pycocotools, with 2 kB of memory per box.
+
+    Of matches by mask, they are the metrics of masks under the same names.
+    """
     from pycocotools.cocoeval import COCOeval
 
     m = matches
     with contextlib.redirect_stdout(io.StringIO()), gc_disabled():  # it prints its progress
-        run = COCOeval(_loaded(m.truth, m), _loaded(m.found, m), iouType="bbox")
+        run = COCOeval(_loaded(m.truth, m), _loaded(m.found, m), iouType="segm" if m.by_mask else "bbox")
         run.params.maxDets = list(m.max_detections)
         run.params.catIds = list(range(m.num_classes))
         run.evaluate()
@@ -217,13 +220,15 @@ def _loaded(boxes: Boxes, m: Matches):
         "iscrowd": boxes.iscrowd.astype(int).tolist(),
         "score": scores.tolist(),
     }
+    if m.by_mask:
+        columns["segmentation"] = [mask.as_coco() for mask in boxes.extra["masks"]]
     annotations = []
     for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
         annotation = dict(zip(columns, values, strict=True))
         annotations.append({"id": number, **annotation})
     coco = COCO()
     coco.dataset = {
-        "images": [{"id": i} for i in range(m.num_images)],
+        "images": [{"id": i, "height": h, "width": w} for i, (h, w) in enumerate(m.sizes_hw.tolist())],
         "categories": [{"id": k} for k in range(m.num_classes)],
         "annotations": annotations,
     }

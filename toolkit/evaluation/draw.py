@@ -1,4 +1,4 @@
-"""Drawings of boxes with labels, image grids, and ground truth beside predictions."""
+"""Drawings of boxes and masks with labels, image grids, and ground truth beside predictions."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 
+from toolkit.base.masks import Rle, Shape, bitmap, rle, rles_of
 from toolkit.base.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), distinct with every kind of colour vision; without black, plus three of Tol's.
@@ -21,16 +22,21 @@ CAPTION_HEIGHT_PX = 24
 GAP_PX = 10
 BACKGROUND_COLOUR = "#FFFFFF"
 TEXT_COLOUR = "#222222"
+MASK_OPACITY = 0.4
 
 
 @dataclass
 class Mark:
-    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text beside it."""
+    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text beside it.
+
+    dashed: draw the lines of the box dashed, and the mask as its outline alone. mask: of the whole image; None: none.
+    """
 
     box: Sequence[float]
     colour: str
     text: str = ""
     dashed: bool = False
+    mask: Rle | None = None
 
 
 @functools.cache
@@ -94,6 +100,8 @@ def draw_predictions(table, predictions: Mapping, count: int, path: Path) -> Pat
             "labels": torch.as_tensor(labels),
             "iscrowd": torch.as_tensor(iscrowd),
         }
+        if table.has_masks:
+            truth["masks"] = row["masks"]
         image = table.decode_image(row)
         samples.append((image, predictions[row["image_id"]], truth))
     return draw_grid(samples, table.class_names, path)
@@ -107,13 +115,16 @@ def draw_grid(samples: Sequence[tuple[Tensor, Mapping, Mapping]], class_names: S
 
     Args:
         samples: (image uint8 (3, H, W), predictions {boxes (K, 4), scores, labels}, ground truth {name, boxes (N, 4),
-            labels, optional iscrowd}); boxes xyxy in pixels of that image, tensors on any device.
+            labels, optional iscrowd}); boxes xyxy in pixels of that image, tensors on any device; `masks` of either as
+            for `picture_with_boxes`.
         path: file to write; its folder is made.
     """
     panels = []
     for image, predictions, truth in samples:
         strong = predictions["scores"] >= MIN_DRAWN_SCORE
         kept = {key: predictions[key][strong] for key in ("boxes", "scores", "labels")}
+        if "masks" in predictions:
+            kept["masks"] = [predictions["masks"][row] for row in np.flatnonzero(strong)]
         num_objects = _counted(len(truth["labels"]), "object")
         caption = f"{drawable(truth['name'], 60)}:  {num_objects}"
         panels.append(_panel(image, truth, class_names, caption))
@@ -155,7 +166,8 @@ def picture_with_boxes(
     Args:
         image: uint8 (3, H, W).
         objects: `boxes (K, 4)` xyxy pixels of the image, `labels (K,)`, and `scores (K,)` for detections or
-            `iscrowd (K,)` for ground truth.
+            `iscrowd (K,)` for ground truth; `masks`, K shapes (`toolkit.base.masks`) or pixels (K, H, W), are drawn if
+            they are there.
         smallest_side: pixels; an image whose longer side is shorter than this is enlarged to this size, so that tags
             can be read.
     """
@@ -227,6 +239,7 @@ def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int
 
     objects: as of `picture_with_boxes`. size_hw: height and width of the image, to which boxes are clipped.
     """
+    masks = _run_lengths(objects["masks"], tuple(size_hw)) if "masks" in objects else None
     columns = ("boxes", "labels", "scores", "iscrowd")
     objects = {key: objects[key].detach().cpu() for key in columns if key in objects}
     height, width = size_hw
@@ -243,8 +256,15 @@ def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int
         if scores[i] is not None:
             text = f"{text} {scores[i]:.2f}"
         colour = CLASS_COLOURS[label % len(CLASS_COLOURS)]
-        marks.append(Mark(boxes[i].tolist(), colour, text, bool(crowd[i])))
+        mask = None if masks is None else masks[i]
+        marks.append(Mark(boxes[i].tolist(), colour, text, bool(crowd[i]), mask))
     return marks
+
+
+def _run_lengths(masks: Sequence[Shape] | Tensor, size_hw: tuple[int, int]) -> list[Rle | None]:
+    if isinstance(masks, Tensor):
+        return rles_of(masks.detach().cpu())
+    return [None if shape is None else rle(shape, size_hw) for shape in masks]
 
 
 def draw_marks(
@@ -255,13 +275,17 @@ def draw_marks(
     corner: tuple[float, float] = (0.0, 0.0),
     size: int = 12,
 ) -> None:
-    """Draw boxes into the picture, in place, the last one on top; then draw their tags, so that no line crosses a text.
+    """Draw masks and boxes into the picture, in place, the last one on top; then draw their tags, so that no line
+    crosses a text.
 
     Args:
         scale: pixels of the picture per pixel of the image.
         corner: x, y in the image of the upper left corner of the picture.
         size: height of the letters in pixels.
     """
+    for mark in marks:
+        if mark.mask is not None:
+            _draw_mask(picture, mark, scale, corner)
     draw = ImageDraw.Draw(picture)
     font = text_font(size)
     line = max(2, round(size / 5))
@@ -294,6 +318,19 @@ def draw_marks(
         left, top, _, bottom = tag
         middle_left = (left + size // 4, (top + bottom) / 2)
         draw.text(middle_left, mark.text, fill=_contrast(mark.colour), font=font, anchor="lm")
+
+
+def _draw_mask(picture: Image.Image, mark: Mark, scale: float, corner: tuple[float, float]) -> None:
+    """Lay the colour of a mark over the pixels of its mask, with a line along its border."""
+    pixels = Image.fromarray(255 * bitmap(mark.mask, mark.mask.size_hw))
+    left, top = corner
+    part = (left, top, left + picture.width / scale, top + picture.height / scale)
+    shown = pixels.transform(picture.size, Image.Transform.EXTENT, part, Image.Resampling.NEAREST)
+    if not mark.dashed:
+        picture.paste(mark.colour, mask=shown.point(lambda value: round(value * MASK_OPACITY)))
+    inner = shown.filter(ImageFilter.MinFilter(3))
+    border = Image.fromarray(np.asarray(shown) - np.asarray(inner))
+    picture.paste(mark.colour, mask=border)
 
 
 def _place_of_tag(box: tuple, width: float, height: float, picture_size: tuple, tags: list[tuple]) -> tuple:

@@ -41,6 +41,7 @@ class Matches:
     det, gt: (P,) rows of `found` and `truth`: all pairs in the same image, of any classes, with an `iou` of at least
         0.1; sorted by `det`, then `gt`.
     iou: (P,) IoU of each pair; for a crowd the share of the prediction's area that lies in it.
+    by_mask: whether `iou`, and the areas of predictions, are those of masks (`toolkit.evaluation.mask_matches`).
     sizes_hw: (I, 2) height and width of each image in pixels.
     """
 
@@ -55,6 +56,7 @@ class Matches:
     gt: np.ndarray
     iou: np.ndarray
     max_detections: tuple[int, ...] = MAX_DETECTIONS
+    by_mask: bool = False
 
     @property
     def num_images(self) -> int:

@@ -12,21 +12,25 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from toolkit.base.batch import Batch, dicts_to_host
+from toolkit.base.batch import Batch, dicts_to_host, on_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
+from toolkit.base.masks import Rle, rles_of
 from toolkit.base.memory import EVALUATION_NEEDS_LESS, naming_the_batch
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 
 ALWAYS_FITS_BYTES = 10**9  # bytes
 TENSOR_BYTES = 500  # of a tensor beside its values
+MASK_BYTES = 200  # of a mask beside its run lengths
+PASTED_BYTES = 2**26  # of masks as pixels of a picture, at a time
 
 
 class Predictions(NamedTuple):
     """Results of one pass over a dataset, the same on every rank except `by_image`, which only rank 0 has.
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64 of K
-        detections, on CPU, and other entries that the detector's `to_keep` keeps.
+        detections, on CPU, and other entries that the detector's `to_keep` keeps; of a detector of masks also `masks`,
+        a list of K `Rle` in the original picture.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
     image_ms: milliseconds per image on this rank, from pixels on the device to detections on the host, without the loss
@@ -113,7 +117,32 @@ def _detections(detector: nn.Module, outputs: Mapping, batch: Batch, score_thres
     """Return what an evaluation keeps of each image's detections, on the host."""
     orig_sizes = torch.stack([target["orig_size"] for target in batch.targets])
     detections = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, top_k)
-    return [detector.to_keep(each) for each in dicts_to_host(detections)]
+    kept = [dict(detector.to_keep(each)) for each in dicts_to_host(detections)]
+    for of_image, target in zip(kept, batch.targets, strict=True):
+        if "masks" in of_image:
+            size_hw = tuple(on_host(target)["orig_size"].tolist())
+            of_image["masks"] = run_lengths(detector, of_image, size_hw)
+    return kept
+
+
+def run_lengths(detector: nn.Module, detections: Mapping[str, Tensor], size_hw: tuple[int, int]) -> list[Rle]:
+    """Return the masks of K detections in their picture as run lengths.
+
+    The pixels of some detections at a time are held, since those of all can be gigabytes.
+
+    Args:
+        detector: its `paste_masks` is called.
+        detections: `masks (K, h, w)` as the detector predicts them, and `boxes (K, 4)` xyxy in pixels of the picture.
+        size_hw: height and width of the picture.
+    """
+    height, width = size_hw
+    at_once = max(1, PASTED_BYTES // (height * width))
+    found = []
+    for first in range(0, len(detections["masks"]), at_once):
+        some = slice(first, first + at_once)
+        pixels = detector.paste_masks(detections["masks"][some], detections["boxes"][some], size_hw)
+        found += rles_of(pixels)
+    return found
 
 
 def _warn_of_memory(say: Callable[[str], object], description: str, items: Sequence, images: int) -> None:
@@ -133,6 +162,8 @@ def memory_needed(items: Sequence[tuple[int | str, Mapping]], images: int) -> st
         for value in prediction.values():
             if isinstance(value, Tensor):
                 of_items += TENSOR_BYTES + value.numel() * value.element_size()
+            elif isinstance(value, list):  # of `Rle`
+                of_items += sum(MASK_BYTES + len(mask.counts) for mask in value)
     needed = images / len(items) * of_items
     free = psutil.virtual_memory().available
     if needed < min(ALWAYS_FITS_BYTES, free / 4):

@@ -1,7 +1,8 @@
 """Predictions: of one image, of a data set as columns, and in the file that every evaluation reads.
 
 The file `FILE.json` is a COCO results file, a list of `{image_id, category_id, bbox [x, y, width, height], score}` in
-pixels and with the ids of the annotation file, which pycocotools and other programs read. Beside this file are
+pixels and with the ids of the annotation file, which pycocotools and other programs read. A detector of masks adds
+`segmentation`, compressed run lengths `{size [height, width], counts}`. Beside this file are
 
 - `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of the images and
   classes alone), the weights, and the printed metrics;
@@ -12,6 +13,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -21,6 +24,7 @@ from torch import Tensor
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json, write_text_atomic
+from toolkit.base.masks import Rle, column_of, rle
 from toolkit.data.table import Category, LabelledImages
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
     order = order[detections["labels"][order] >= 0]
     of_objects = ("boxes", "scores", "labels", "attribute_scores")
     result = {key: detections[key][order] for key in of_objects if key in detections}
+    if "masks" in detections:
+        result["masks"] = selected_masks(detections["masks"], order)
     if "pairs" in detections:
         position = torch.full_like(detections["labels"], -1)  # new row of each box; -1: it is left out
         position[order] = torch.arange(len(order), device=order.device)
@@ -60,7 +66,14 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
         for key in PAIR_FIELDS[1:]:
             if key in detections:
                 result[key] = detections[key][kept]
-    return {key: value.cpu() for key, value in result.items()}
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in result.items()}
+
+
+def selected_masks(masks: Tensor | Sequence[Rle], rows: Tensor) -> Tensor | list[Rle]:
+    """Return the masks with these row numbers, of a tensor (K, ...) or of a list."""
+    if isinstance(masks, Tensor):
+        return masks[rows]
+    return [masks[row] for row in rows.tolist()]
 
 
 def detections_as_json(
@@ -69,7 +82,8 @@ def detections_as_json(
     """Convert the detections of one image to COCO results, best first.
 
     Each entry has `category_id` and `category` (the name), `bbox` [x, y, width, height] in pixels, and `score`. If the
-    detections have scores of attributes, the entry also has `attributes`, the names with scores above 0.5.
+    detections have scores of attributes, the entry also has `attributes`, the names with scores above 0.5; if they have
+    masks, `segmentation`, compressed run lengths.
 
     Args:
         detections: the result of `best_first`.
@@ -92,6 +106,9 @@ def detections_as_json(
         for entry, scores in zip(entries, detections["attribute_scores"].tolist(), strict=True):
             named = zip(attributes, scores, strict=True)
             entry["attributes"] = [name for name, score in named if score > MIN_ATTRIBUTE_SCORE]
+    if "masks" in detections:
+        for entry, mask in zip(entries, detections["masks"], strict=True):
+            entry["segmentation"] = mask.as_json()
     return entries
 
 
@@ -105,8 +122,9 @@ def boxes_of(predictions: Boxes | Mapping, image_ids: Sequence) -> Boxes:
 
     Args:
         predictions: `Boxes`, which are returned unchanged; or a mapping by image id of `boxes (K, 4)` xyxy in original
-            pixels, `scores (K,)` and `labels (K,)` from 0, tensors on any device or arrays, for K predictions. Boxes of
-            scene graphs with the label -1, which have no class, are left out.
+            pixels, `scores (K,)` and `labels (K,)` from 0, tensors on any device or arrays, for K predictions; and of
+            `masks`, K `Rle`, which become the column `extra["masks"]`. Boxes of scene graphs with the label -1, which
+            have no class, are left out.
         image_ids: ids of the images of the table; a mapping must have exactly these keys.
 
     Raises:
@@ -126,13 +144,19 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
     boxes = [_numpy(of_image["boxes"]).reshape(-1, 4) for of_image in predictions]
     scores = [_numpy(of_image["scores"]).reshape(-1) for of_image in predictions]
     labels = [_numpy(of_image["labels"]).reshape(-1) for of_image in predictions]
+    masks = _masks_by_image(predictions)
     uneven = []
-    for image_id, *parts in zip(image_ids, boxes, scores, labels, strict=True):
+    for index, (image_id, *parts) in enumerate(zip(image_ids, boxes, scores, labels, strict=True)):
         num_boxes, num_scores, num_labels = map(len, parts)
         if not num_boxes == num_scores == num_labels:
             uneven.append(
                 f"prediction of image {image_id!r}: {num_boxes} boxes, {num_scores} scores, {num_labels} labels; "
                 "expected as many of each"
+            )
+        if masks is not None and len(masks[index]) != num_boxes:
+            uneven.append(
+                f"prediction of image {image_id!r}: {num_boxes} boxes, {len(masks[index])} masks; expected as many of "
+                "each"
             )
     if uneven:
         raise BadInput(uneven[:10])
@@ -142,11 +166,20 @@ def joined(predictions: Sequence[Mapping], image_ids: Sequence) -> Boxes:
         np.concatenate([np.zeros(0), *scores]),
         np.concatenate([np.zeros(0, np.int64), *labels]),
     )
+    if masks is not None:
+        columns = replace(columns, extra={"masks": column_of(list(chain.from_iterable(masks)))})
     of_graph = np.array(["pairs" in of_image for of_image in predictions], bool)
     if not of_graph.any():
         return columns
     has_class = columns.labels != -1
     return columns[has_class | ~of_graph[columns.image_index]]
+
+
+def _masks_by_image(predictions: Sequence[Mapping]) -> list[Sequence[Rle]] | None:
+    """Return the masks of each image's predictions; None if none of the images has the entry `masks`."""
+    if not any("masks" in of_image for of_image in predictions):
+        return None
+    return [of_image.get("masks", ()) for of_image in predictions]
 
 
 def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
@@ -254,10 +287,14 @@ def write_predictions(path: str | Path, predictions: Boxes | Mapping, table, **a
 
 
 def coco_results(labelled: LabelledImages) -> str:
-    """Return COCO's list of results, `{image_id, category_id, bbox, score}`, as text, a line for each image."""
+    """Return COCO's list of results, `{image_id, category_id, bbox, score}`, as text, a line for each image.
+
+    Boxes with masks have a `segmentation` too, as run lengths.
+    """
     ids = [category.id for category in labelled.categories]
+    masks = labelled.boxes.extra.get("masks")
     lines = []
-    for row, boxes in labelled.by_image():
+    for index, (row, boxes) in enumerate(labelled.by_image()):
         entries = []
         for label, (x1, y1, x2, y2), score, _ in boxes:
             entry = {
@@ -267,6 +304,9 @@ def coco_results(labelled: LabelledImages) -> str:
                 "score": score,
             }
             entries.append(entry)
+        if masks is not None:
+            for entry, mask in zip(entries, masks[labelled.boxes.of_image(index)], strict=True):
+                entry["segmentation"] = rle(mask, (row.height, row.width)).as_json()
         if entries:
             lines.append(json.dumps(entries)[1:-1])
     return "[" + ",\n".join(lines) + "]\n"

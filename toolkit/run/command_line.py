@@ -123,7 +123,20 @@ def parse_config(
         below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
         trust_class(below.get("architecture", ""))
         made["model"].only_given(_given_keys("model", argv, files))
+    if getattr(made.get("model"), "masks", False) and "eval" in made:
+        made["eval"].metric_for_best = _metric_of_masks(made["eval"].metric_for_best, argv, files)
     return cls(**made)
+
+
+def _metric_of_masks(metric: str, argv: list[str], files: dict[str, dict]) -> str:
+    """Return `eval.metric_for_best` of a model with masks: segm_AP for the bbox_AP of a default, or of a file that does
+    not set `model.masks`, since that was written for boxes."""
+    if "--eval.metric_for_best" in dict(_flags(argv)):
+        return metric
+    naming = [content for content in files.values() if "metric_for_best" in content.get("eval", {})]
+    if naming and "masks" in naming[-1].get("model", {}):
+        return metric
+    return {"bbox_AP": "segm_AP", "ema/bbox_AP": "ema/segm_AP"}.get(metric, metric)
 
 
 def _print_help(

@@ -378,8 +378,8 @@ class EvalConfig:
     """Implementation of the COCO metrics: this toolkit, or pycocotools, the slower reference; both give the same
     values."""
     metric_for_best: str = "bbox_AP"
-    """Metric that selects the best checkpoint and controls early stopping; ema/bbox_AP is that of the averaged
-    weights."""
+    """Metric that selects the best checkpoint and controls early stopping; ema/bbox_AP is that of the averaged weights.
+    With model.masks, segm_AP takes the place of bbox_AP, unless a flag, or a file that sets model.masks, names it."""
     early_stopping_patience: PositiveInt | None = None
     """Early stopping: number of evaluations without improvement of `eval.metric_for_best` after which training ends;
     null disables it."""

@@ -152,6 +152,8 @@ def check_metric(t) -> None:
     """Raise BadInput if no evaluation of this run will have the metric `eval.metric_for_best`; a collective."""
     evaluator = t.validation.evaluator
     empty = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    if t.detector.predicts_masks:
+        empty["masks"] = []
     nothing = dict.fromkeys(evaluator.image_ids, empty)
     metrics = run_on_main(lambda: list(evaluator.evaluate(nothing)))
     metrics = [*metrics, *t.loss_weights.row_names, *t.detector.metric_names]
@@ -265,7 +267,9 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
         _forget_pictures(path, best=f"step_{t.validation.best.step:06d}.png")
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
-        matches = getattr(t.validation.evaluator, "matches", None) or match_predictions(predictions, t.validation.table)
+        evaluator = t.validation.evaluator
+        matches = getattr(evaluator, "mask_matches", None) or getattr(evaluator, "matches", None)
+        matches = matches or match_predictions(predictions, t.validation.table)
         shown_evaluation = index.tool("shown")
         evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(evaluation, t.step)

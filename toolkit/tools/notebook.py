@@ -24,7 +24,10 @@ from toolkit.run.open_run import load_script
 from toolkit.tools.report.charts import LineChart, figure
 from toolkit.tools.report.figures import STEP_AXIS, smooth_lines
 
-CURVES = {"loss of training": ["train/loss"], "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP"]}
+CURVES = {
+    "loss of training": ["train/loss"],
+    "on held-out images": ["val/bbox_AP50", "val/bbox_AP", "val/ema/bbox_AP", "val/segm_AP", "val/ema/segm_AP"],
+}
 
 
 def import_script(name: str) -> ModuleType:

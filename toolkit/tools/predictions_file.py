@@ -7,14 +7,18 @@ with or without folder and ending.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import column_of, rle
+from toolkit.data.segmentations import shape_of
 from toolkit.evaluation.predictions import about_file, images_fingerprint
+
+LISTED_FAULTS = 10
 
 
 @dataclass
@@ -241,7 +245,36 @@ def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
     index = index[kept]
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=len(image_ids))
-    return Boxes.found(counts, boxes[order], scores[order], labels[order])
+    found = Boxes.found(counts, boxes[order], scores[order], labels[order])
+    masks = _masks(path, entries, table.sizes_hw()[[position[entry["image_id"]] for entry in entries]])
+    if masks is None:
+        return found
+    return replace(found, extra={"masks": masks[kept][order]})
+
+
+def _masks(path: Path, entries: list[dict], sizes_hw: np.ndarray) -> np.ndarray | None:
+    """Return the masks of detections as run lengths, (N,) `Rle`; None if no detection has one.
+
+    sizes_hw: (N, 2) size of the image of each detection.
+
+    Raises:
+        BadInput: some detections have no mask, or one that cannot be read; the message lists the first of them.
+    """
+    if not any("segmentation" in entry for entry in entries):
+        return None
+    masks = []
+    faults = []
+    for number, (entry, size_hw) in enumerate(zip(entries, sizes_hw.tolist(), strict=True)):
+        shape, reasons = shape_of(entry.get("segmentation"))
+        if "segmentation" not in entry:
+            reasons = ["has no segmentation, but other detections of the file have one"]
+        if reasons:
+            faults.append(f"{path}, detection {number}: {'; '.join(reasons)}")
+        else:
+            masks.append(rle(shape, tuple(size_hw)))
+    if faults:
+        raise BadInput(faults[:LISTED_FAULTS])
+    return column_of(masks)
 
 
 def _read_graphs(file: Path, image_ids: Sequence) -> dict:

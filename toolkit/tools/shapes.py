@@ -4,8 +4,8 @@
 
 writes a COCO data set: DIR/train/*.jpg, DIR/val/*.jpg and DIR/annotations/{train,val}.json. Beside the usual keys, the
 JSON files have `rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids`
-(its texture). With `--large` the pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to
-try tiles on (docs/data.md).
+(its texture). `segmentation` has polygons around the visible pixels of an object, to the pixel. With `--large` the
+pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to try tiles on (docs/data.md).
 """
 
 import argparse
@@ -28,16 +28,18 @@ from tqdm import tqdm
 
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import write_json
+from toolkit.base.outlines import outlines
 from toolkit.data.annotations import Reading
 from toolkit.data.formats import FORMATS
 from toolkit.data.formats.coco import read_coco
+from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
 DIGESTS_FILE = "files.json"  # in the cache: sizes and digests of the files of the data set
-SHAPES_VERSION = 4  # part of the cache folder's name: raise it when pictures or annotations change
+SHAPES_VERSION = 5  # part of the cache folder's name: raise it when pictures or annotations change
 CLASSES = ("circle", "square", "triangle", "star")
 PREDICATES = ("left of", "right of", "above", "below", "inside", "contains", "overlaps", "larger than")
 SPLITS = ("train", "val")
@@ -67,7 +69,8 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
 
     Returns:
         the picture, uint8 (image_size, image_size, 3) RGB; its objects as dicts with `category` (index in `CLASSES`),
-        `texture` (index in `ATTRIBUTES`), `bbox` (xywh of the visible pixels) and `area` (number of visible pixels);
+        `texture` (index in `ATTRIBUTES`), and of the visible pixels `bbox` (xywh), `area` (their number) and `polygons`
+        (as `toolkit.base.masks.Polygons`);
         its relations as (subject, object, predicate), indices of objects and in `PREDICATES`.
     """
     rng = np.random.default_rng([seed, SPLITS.index(split), index])
@@ -114,9 +117,7 @@ def draw_large_scene(seed: int, split: str, index: int) -> tuple[np.ndarray, lis
         x, y = rng.uniform(radius + 2, PATCH - radius - 2, 2)
         coverage, local = _cover(rng, CLASSES[category], PATCH, x, y, radius)
         texture = _paint(rng, patch, coverage, local, TEXTURES[CLASSES[category]])
-        seen = _visible(coverage > 0.5)
-        x, y, box_width, box_height = seen["bbox"]
-        seen["bbox"] = [left + x, top + y, box_width, box_height]
+        seen = _visible(coverage > 0.5, left, top)
         objects.append({"category": category, "texture": ATTRIBUTES.index(texture)} | seen)
     canvas += rng.normal(0, rng.uniform(2, 9), canvas.shape).astype(np.float32)
     return canvas.clip(0, 255).astype(np.uint8), objects, []
@@ -238,6 +239,7 @@ def _write_split(out: Path, split: str, count: int, draw: Callable, seed: int) -
                 "area": item["area"],
                 "iscrowd": 0,
                 "attribute_ids": [item["texture"] + 1],
+                "segmentation": to_segmentation(item["polygons"]),
             }
             annotations.append(entry)
         for subject, object_, predicate in triples:
@@ -381,13 +383,15 @@ def _paint(rng: np.random.Generator, canvas: np.ndarray, coverage: np.ndarray, l
     return texture
 
 
-def _visible(mask: np.ndarray) -> dict:
+def _visible(mask: np.ndarray, left: int = 0, top: int = 0) -> dict:
+    """Return `bbox`, `area` and `polygons` of an object whose mask begins at (left, top) of the picture."""
     columns = np.flatnonzero(mask.any(axis=0))
     rows = np.flatnonzero(mask.any(axis=1))
     x, y = int(columns[0]), int(rows[0])
     return {
-        "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
+        "bbox": [left + x, top + y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
         "area": int(mask.sum()),
+        "polygons": tuple(ring + [left, top] for ring in outlines(mask)),
     }
 
 
@@ -421,7 +425,9 @@ def _relations(objects: list[dict]) -> list[tuple[int, int, int]]:
 def open_shapes(split: str, reading: Reading) -> DetectionTable:
     """Open a split of the bundled shapes, which are written to the cache on the first call.
 
-    Of `reading`, only `cache_dir` is used. Raises BadInput if the split is unknown, or `reading` has a `name`.
+    Of `reading`, only `cache_dir` and `masks` are used.
+
+    Raises BadInput if the split is unknown, or `reading` has a `name`.
     """
     if split not in SPLITS or reading.name is not None:
         asked = repr(split) if reading.name is None else f"data set {reading.name!r}"
@@ -429,7 +435,7 @@ def open_shapes(split: str, reading: Reading) -> DetectionTable:
         remedy = f"choose from {', '.join(SPLITS)}, or set the format of your data ({others})"
         raise BadInput(f"the bundled shapes have no {asked}; {remedy}")
     folder = ensure_shapes(reading.cache_dir)
-    as_they_are = Reading(image_dir=folder / split, cache_dir=reading.cache_dir)
+    as_they_are = Reading(image_dir=folder / split, cache_dir=reading.cache_dir, masks=reading.masks)
     return read_coco(folder / "annotations" / f"{split}.json", as_they_are)
 
 

@@ -1,6 +1,7 @@
 """Writes data sets (with their images) and predictions in the formats that `toolkit.data.formats` reads.
 
-A function `write_<format>` writes only the boxes of `LabelledImages`, which are a data set's or predictions.
+A function `write_<format>` writes only the boxes of `LabelledImages`, which are a data set's or predictions, and their
+masks if the format can hold them.
 """
 
 import csv
@@ -17,17 +18,27 @@ import yaml
 
 from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
+from toolkit.base.masks import Shape
+from toolkit.base.outlines import one_ring, polygons_of
 from toolkit.base.text import in_utf_8
 from toolkit.data.annotations import ImageRow
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_image_file
 from toolkit.data.formats.csv import FORMULA, HEADERLESS
 from toolkit.data.formats.voc import CORNERS
+from toolkit.data.formats.voc_masks import MASK_FOLDER, write_masks
 from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
 from toolkit.data.image_sources import size_of
+from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import DetectionTable, LabelledImages
 from toolkit.evaluation.predictions import coco_results
 
 CSV_COLUMNS = (*HEADERLESS, "width", "height", "iscrowd")
+LOST_OF_MASKS = {
+    "voc": "where masks overlap, the later one counts; of an image the first 254 have room",
+    "yolo": "boxes become those around their masks, and run lengths become polygons",
+    "csv": "masks are left out",
+    "hub": "run lengths become polygons",
+}
 CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
 
 
@@ -48,6 +59,8 @@ def unsupported_by(table: DetectionTable, format: str) -> list[str]:
     lost = []
     if format == "yolo" and crowds:
         lost.append(f"{crowds} crowd regions are left out")
+    if table.has_masks and format in LOST_OF_MASKS:
+        lost.append(LOST_OF_MASKS[format])
     if format != "coco":
         ids = [category.id for category in table.categories]
         first = 0 if format in ("yolo", "hub") else 1
@@ -99,6 +112,9 @@ def _coco_document(labelled: LabelledImages) -> dict:
     ids = boxes.ids, image_ids[boxes.image_index], category_ids[boxes.labels]
     columns = (column.tolist() for column in (*ids, boxes.xywh, boxes.area, boxes.iscrowd.astype(int)))
     annotations = [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
+    if "masks" in boxes.extra:
+        for annotation, shape in zip(annotations, boxes.extra["masks"].tolist(), strict=True):
+            annotation["segmentation"] = to_segmentation(shape)
     document = {
         "images": [dict(zip(("id", *ImageRow._fields[1:]), row, strict=True)) for row in labelled.images],
         "annotations": annotations,
@@ -136,7 +152,8 @@ def _numbered(names: Sequence[str]) -> list[dict]:
 def _write_voc_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """Write `Annotations/*.xml`, `JPEGImages/`, `ImageSets/Main/<split>.txt`, and `labels.txt` with all class names.
 
-    Annotated areas, ids, relations and attributes are not written: VOC cannot hold them. Corners keep every digit.
+    Masks are written to `SegmentationObject/*.png`. Annotated areas, ids, relations and attributes are not written: VOC
+    cannot hold them. Corners keep every digit.
     """
     names = [name.replace("/", "_") for name in file_names(table)]
     there = folder / "JPEGImages"
@@ -150,6 +167,10 @@ def _write_voc_folder(table: DetectionTable, folder: Path, split: str, *, link: 
         folder / "Annotations",
         names,
     )
+    if table.has_masks:
+        for index, (name, image) in enumerate(zip(names, table.image_rows(), strict=True)):
+            file = folder / MASK_FOLDER / f"{without_suffix(name)}.png"
+            write_masks(table.masks_of(index), (image.height, image.width), file)
     sets = folder / "ImageSets" / "Main"
     sets.mkdir(parents=True, exist_ok=True)
     (sets / f"{split}.txt").write_text("".join(f"{without_suffix(name)}\n" for name in names), encoding="utf-8")
@@ -197,12 +218,15 @@ def _add_texts(element: ElementTree.Element, texts: Mapping[str, object]) -> Non
 def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """Write `images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
 
-    Crowd regions, annotated areas, ids, relations and attributes are not written: YOLO cannot hold them.
+    An object with a mask is a polygon instead of a box. Crowd regions, annotated areas, ids, relations and attributes
+    are not written: YOLO cannot hold them.
     """
     names = distinct(file_names(table), _label_name)
     copy_images(table, folder / "images" / split, link, names)
     write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
+    if table.has_masks:
+        entries["kpt_shape"] = None  # polygons: some could be taken for key points
     settings = settings_of(folder)[1] | entries
     (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
@@ -210,18 +234,33 @@ def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link:
 def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
     """Write a YOLO text file for each image to a folder, named after `names`; a score, if any, is at the end of a line.
 
-    Crowd regions are left out.
+    An object with a mask has a line with one polygon, which ends where it begins. Crowd regions are left out.
     """
-    for name, (image, boxes) in zip(names, labelled.by_image(), strict=True):
+    for name, (image, boxes), shapes in zip(names, labelled.by_image(), labelled.masks_by_image(), strict=True):
         lines = []
-        for label, (x1, y1, x2, y2), score, crowd in boxes:
+        for (label, (x1, y1, x2, y2), score, crowd), shape in zip(boxes, shapes, strict=True):
             centre = (x1 + x2) / 2 / image.width, (y1 + y2) / 2 / image.height
-            numbers = *centre, (x2 - x1) / image.width, (y2 - y1) / image.height, *([] if score is None else [score])
+            numbers = *centre, (x2 - x1) / image.width, (y2 - y1) / image.height
+            if shape is not None and not crowd:
+                numbers = _yolo_polygon(shape, image)
+            if score is not None:
+                numbers = (*numbers, score)
             if not crowd:
                 lines.append(f"{label} {' '.join(map(repr, numbers))}\n")
         target = folder / f"{without_suffix(name)}.txt"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("".join(lines), encoding="utf-8")
+
+
+def _yolo_polygon(shape: Shape, image: ImageRow) -> list[float]:
+    """Return the corners x, y, x, y, ... of a mask in fractions of the image.
+
+    The first corner is repeated at the end: without that, the last one could be a confidence and a track.
+    """
+    size_hw = (image.height, image.width)
+    ring = one_ring(polygons_of(shape, size_hw), size_hw)
+    closed = np.concatenate([ring, ring[:1]])
+    return (closed / [image.width, image.height]).ravel().tolist()
 
 
 def _label_name(name: str) -> str:
@@ -284,7 +323,8 @@ def _as_texts(values: Mapping[str, object]) -> dict[str, object]:
 def _write_parquet_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
     """Write `data/<split>-*.parquet` with the encoded images in it, in files of about 500 MB.
 
-    Category ids, relations and attributes are not written: the format has no columns for them.
+    Masks are polygons, as COCO writes them. Category ids, relations and attributes are not written: the format has no
+    columns for them.
     """
     import datasets  # here, since other formats would wait for it
 
@@ -297,6 +337,8 @@ def _write_parquet_folder(table: DetectionTable, folder: Path, split: str, *, li
         "area": several(value("float32")),
         "iscrowd": several(value("bool")),
     }
+    if table.has_masks:
+        objects["segmentation"] = several(several(several(value("float64"))))
     columns = {
         "image_id": value("string" if table.image_ids().dtype == object else "int64"),
         "image": datasets.Image(),
@@ -334,6 +376,10 @@ def _parquet_rows(table: DetectionTable, labelled: LabelledImages, first: int, l
         data = source if isinstance(source, bytes) else source.read_bytes()
         about = {"image_id": image.image_id, "width": image.width, "height": image.height}
         objects = {name: column[part].tolist() for name, column in columns.items()}
+        if table.has_masks:
+            size_hw = (image.height, image.width)
+            shapes = boxes.extra["masks"][part].tolist()
+            objects["segmentation"] = [to_segmentation(polygons_of(shape, size_hw)) for shape in shapes]
         yield about | {"image": {"bytes": data, "path": image.file_name}, "objects": objects}
 
 

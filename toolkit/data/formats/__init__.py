@@ -20,6 +20,7 @@ from toolkit.data.table import DetectionTable
 # Modules of the formats of folders in the order in which they are tried: the surest signs first.
 FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
 OF_FOLDERS_ALONE = ("voc", "yolo", "csv")
+WITH_MASKS = ("coco", "voc", "yolo", "hub", "shapes")
 FORMATS = ("auto", *index.READERS, *OF_FOLDERS_ALONE)
 MAX_UNUSED_NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
@@ -44,6 +45,7 @@ def open_dataset(
     unlisted_classes: str = "unknown",
     classes: Mapping[str, str | None] = MappingProxyType({}),
     classes_must_exist: bool = True,
+    masks: bool = False,
 ) -> DetectionTable:
     """Open one split, validated and cached; of several sources or folders one table that joins them.
 
@@ -75,6 +77,7 @@ def open_dataset(
         name=name,
         streaming=streaming,
         keep_images_without_relations=keep_images_without_relations,
+        masks=masks,
     )
     open_one = partial(_open_one, reading=reading)
     class_map = class_map_of(classes)
@@ -90,7 +93,10 @@ def open_dataset(
 
 
 def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> DetectionTable:
-    """Open one split of one data set; `source` and `path` as of `open_dataset`."""
+    """Open one split of one data set; `source` and `path` as of `open_dataset`.
+
+    Raises BadInput: as `open_dataset`; masks are asked for, and the format has none.
+    """
     source = str(source)
     if path is not None:
         return open_folder(path, source, reading)
@@ -101,8 +107,18 @@ def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> 
     format = _format_of(source, reading.name) if reading.format == "auto" else reading.format
     if reading.streaming and format != "hub":
         raise BadInput(f"format {format!r}: {NOT_STREAMED}")
+    check_can_have_masks(format, source, reading)
     read = index.load(index.READERS[format])
     return read(source, replace(reading, format=format))
+
+
+def check_can_have_masks(format: str, source: str, reading: Reading) -> None:
+    """Raise BadInput if masks are asked for, and are not read from data of this format."""
+    if reading.masks and format not in WITH_MASKS:
+        raise BadInput(
+            f"{source}: masks are not read from the format {format!r}; formats with masks are {', '.join(WITH_MASKS)}; "
+            "or leave model.masks out"
+        )
 
 
 def is_several(*values: object) -> bool:
@@ -250,5 +266,6 @@ def open_folder(path: str | Path, split: str, reading: Reading) -> DetectionTabl
     wanted = split_in(recognised, split)
     if reading.streaming and recognised.format != "hub":
         raise BadInput(f"{recognised}; {NOT_STREAMED}")
+    check_can_have_masks(recognised.format, str(recognised.path), reading)
     module = module_of(recognised.format)
     return module.read(recognised.path, wanted, replace(reading, image_dir=open_sources(reading.image_dir)))

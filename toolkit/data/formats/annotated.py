@@ -41,6 +41,7 @@ class Listing:
     classes: (id, name) of each class.
     watched: files and folders whose change makes the cached table stale.
     listed: names of the images of all splits, as far as they are known.
+    masks: whether masks are read.
     """
 
     image_root: Path | ImageSources
@@ -49,9 +50,10 @@ class Listing:
     watched: list[Path]
     listed: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
+    masks: bool = False
 
     def __post_init__(self):
-        self.annotations = Annotations([{"id": id_, "name": name} for id_, name in self.classes])
+        self.annotations = Annotations([{"id": id_, "name": name} for id_, name in self.classes], self.masks)
         self.annotations.images = self.images
         self._ids = {name: id_ for id_, name in self.classes}
         indices = range(len(self.images))
@@ -79,11 +81,15 @@ class Listing:
         source: str,
         ignored: bool = False,
         shares: bool = False,
+        segmentation: object = None,
+        mask_fault: str = "",
     ) -> None:
         """Add a box of the image at `index`.
 
         name: of the class. xyxy: in pixels, or in fractions of the image if `shares`. source: the file of the box, for
-        messages. ignored: True for objects that need not be found: VOC's `difficult`, COCO's crowds.
+        messages. ignored: True for objects that need not be found: VOC's `difficult`, COCO's crowds. segmentation: mask
+        of the object in pixels, see `toolkit.data.segmentations.shape_of`; not used if masks are not read. mask_fault:
+        why there is no mask, for messages.
         """
         image = self.images[index]
         x1, y1, x2, y2 = xyxy
@@ -98,6 +104,11 @@ class Listing:
             message = f"box {[x1, y1, x2, y2]} ({name}) in {source} has no area; left out"
             self.problems.append(Problem("warning", image.file_name, image.image_id, None, message))
         else:
+            if self.masks:
+                number = len(self.annotations)
+                self.annotations.add_segmentation(number, segmentation)
+                if mask_fault:
+                    self.annotations.mask_faults[number] = [mask_fault]
             id_ = len(self.annotations) + 1
             xywh = (x1, y1, x2 - x1, y2 - y1)
             self.annotations.add_box(id_, image.image_id, self._ids[name], xywh, ignored)

@@ -50,7 +50,7 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
 
 
 def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = ()) -> DetectionTable:
-    """Read a COCO `instances` file (polygons and masks are not kept) into a DetectionTable.
+    """Read a COCO `instances` file into a DetectionTable, with its polygons and run lengths if `reading.masks` is set.
 
     reading: its `image_dir` is the root of `file_name`, as `open_sources` takes it; None: the images are looked for
         near the annotation file.
@@ -70,7 +70,8 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
 
     def make(cache_file: Path) -> DetectionTable:
         with gc_disabled():
-            checked = check(read_annotations(file), str(file), reading.max_image_pixels)
+            annotations = read_annotations(file, reading.masks)
+            checked = check(annotations, str(file), reading.max_image_pixels)
         root = image_dir
         if not root:
             names = [row.file_name for row in checked.images]
@@ -93,13 +94,13 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
     return cached_table(key, make, reading, name=str(file))
 
 
-def read_annotations(file: Path) -> Annotations:
-    """Read a COCO file into columns, which take 66 bytes for each box.
+def read_annotations(file: Path, masks: bool = False) -> Annotations:
+    """Read a COCO file into columns, which take 66 bytes for each box, and more with `masks`.
 
     Raises BadInput if the file is not JSON, or lacks one of the lists of `REQUIRED_LISTS`.
     """
     lists: dict[str, object] = {}
-    annotations = Annotations()
+    annotations = Annotations(masks=masks)
     triplets = RelationColumns()
     add = {
         "images": annotations.add_image,

@@ -62,7 +62,8 @@ def open_named(split: str, reading: Reading) -> DetectionTable:
 def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     """Read a split of a hub data set, of a `save_to_disk` folder, or of a folder of Parquet files.
 
-    Expected are an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd]}`; the columns
+    Expected are an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd], [segmentation]}`,
+    the last as COCO's and read with `reading.masks`; the columns
     `image_id`, `width` and `height` are used if they exist. Class names come from the ClassLabel feature; in
     SGG-Benchmark's layout they are in `categories.json` beside the data, which also has the names of the predicates in
     the column `relations {subject_id, object_id, predicate_id}`. The encoded images are copied into the cached table.
@@ -78,14 +79,16 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     source = f"{name} ({split})"
     max_image_pixels = reading.max_image_pixels
     if reading.streaming:
-        key, make = _streamed(name, split, source, max_image_pixels)
+        key, make = _streamed(name, split, source, max_image_pixels, reading.masks)
     else:
-        key, make = _copied(name, split, source, reading.check_images, max_image_pixels)
+        key, make = _copied(name, split, source, reading)
     return cached_table(key, make, reading, name=source, empty="the split has no images")
 
 
-def _copied(name: str, split: str, source: str, check_images: bool | str, max_pixels: int) -> tuple[list, Make]:
+def _copied(name: str, split: str, source: str, reading: Reading) -> tuple[list, Make]:
     """Return the key of the cache and the function that makes the table, for data whose images are copied."""
+    check_images = reading.check_images
+    max_pixels = reading.max_image_pixels
     rows = _load_split(name, split)
     columns = columns_of(rows.features, name, rows.info.description)
     rows = rows.cast_column(columns.image, datasets.Image(decode=False))
@@ -94,7 +97,7 @@ def _copied(name: str, split: str, source: str, check_images: bool | str, max_pi
     key = ["hub", source, check_images, rows._fingerprint, rows.cache_files, states, columns]
 
     def make(cache_file: Path) -> DetectionTable:
-        annotations, problems = _annotations(rows, columns, source)
+        annotations, problems = _annotations(rows, columns, source, reading.masks)
         full = None
         if check_images:
             full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
@@ -144,7 +147,7 @@ def _look(
     return check_image(image, data, full, max_pixels, "row")
 
 
-def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list, Make]:
+def _streamed(name: str, split: str, source: str, max_pixels: int, masks: bool) -> tuple[list, Make]:
     """Return the key of the cache and the function that makes the table, for data whose images stay in Parquet files.
     """
     files = _files(name, split)
@@ -164,7 +167,7 @@ def _streamed(name: str, split: str, source: str, max_pixels: int) -> tuple[list
         raise BadInput(f"{name}: data.streaming needs {' and '.join(missing)}, {why} by {CONVERT}")
 
     def make(cache_file: Path) -> DetectionTable:
-        annotations = Annotations(columns.categories)
+        annotations = Annotations(columns.categories, masks)
         annotations.predicates = list(columns.predicates or ())
         for group, rows in _parts(files, root, columns):
             for number, row in enumerate(rows):
@@ -272,9 +275,11 @@ def _names_beside_rows(name: str, description: str) -> dict:
         return {}
 
 
-def _annotations(rows: datasets.Dataset, columns: Columns, source: str) -> tuple[Annotations, list[Problem]]:
+def _annotations(
+    rows: datasets.Dataset, columns: Columns, source: str, masks: bool
+) -> tuple[Annotations, list[Problem]]:
     """Return the split in columns, with sizes None if it lacks them, and notes."""
-    annotations = Annotations()
+    annotations = Annotations(masks=masks)
     for index, row in enumerate(rows.remove_columns(columns.image)):  # no image bytes in this pass
         add_row(annotations, row, f"row {index}", columns)
     notes = []
@@ -319,6 +324,8 @@ def add_row(annotations: Annotations, row: Mapping, file_name: str, columns: Col
         columns.id: "id",
         columns.category: "category_id",
     }
+    if annotations.masks is not None:
+        keys["segmentation"] = "segmentation"
     for item in _rows_of_columns(row["objects"]):
         entry = {"id": len(annotations) + 1, "image_id": image_id}
         for key, value in item.items():

@@ -25,7 +25,8 @@ from toolkit.data.formats.annotated import (
     sorted_classes,
     split_in_name,
 )
-from toolkit.data.image_sources import ImageSources, open_sources, watched_of
+from toolkit.data.formats.voc_masks import MASK_FOLDER, ObjectNumbers, masks_of_objects
+from toolkit.data.image_sources import open_sources, watched_of
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "Pascal VOC"
@@ -37,12 +38,16 @@ CORNERS = ("xmin", "ymin", "xmax", "ymax")
 
 
 class _Parsed(NamedTuple):
-    """The content of an XML file: image and its size (None: not given), boxes as `Listing.add` takes them."""
+    """The content of an XML file: image and its size (None: not given), boxes as `Listing.add` takes them.
+
+    masks: the picture with the masks of the objects, if masks are read.
+    """
 
     file_name: str
     width: int | None
     height: int | None
     boxes: list[tuple[str, tuple[float, ...], str, bool]]
+    masks: Path | None = None
 
 
 def recognise(folder: Path) -> tuple[str, ...] | None:
@@ -111,10 +116,14 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     and ymin are lowered by 1. `difficult` objects are ignored in evaluation, like COCO's crowds. Classes are the names
     of all splits in alphabetical order, or those of `labels.txt`. If there are several years, the splits of this name
     of all years are joined.
+
+    With `reading.masks`, the mask of the object at place k in the XML file is where `SegmentationObject/<name>.png` has
+    the number k (`toolkit.data.formats.voc_masks`); and if `ImageSets/Segmentation` has a list of this name, the
+    images are those of this list, since only these have masks in the VOC challenges.
     """
     data_sets = _data_sets(folder)
     root = data_sets[0] if len(data_sets) == 1 else folder
-    listing = partial(_listing, root, data_sets, split, reading.image_dir)
+    listing = partial(_listing, root, data_sets, split, reading)
     return open_annotated("voc", root, split, listing, reading)
 
 
@@ -220,8 +229,9 @@ def _is_of_class(path: Path) -> bool:
         return len(file.readline().split()) > 1
 
 
-def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | ImageSources | None) -> Listing:
+def _listing(folder: Path, data_sets: list[Path], split: str, reading: Reading) -> Listing:
     """List a split of all data sets that have it; the classes are those of all of them."""
+    image_dir = reading.image_dir
     xml_folders = {data_set: _annotation_folders(data_set) for data_set in data_sets}
     parsed: dict[Path, dict[str, _Parsed | str]] = {}
     names = set()  # of the classes
@@ -241,21 +251,27 @@ def _listing(folder: Path, data_sets: list[Path], split: str, image_dir: Path | 
     parts = []
     for data_set, by_split in xml_folders.items():
         if split in by_split:
-            parts.append(_read_data_set(data_set, split, by_split[split], parsed, image_dir))
+            parts.append(_read_data_set(data_set, split, by_split[split], parsed, reading))
     roots, images_of_parts, watched, listed, more = zip(*parts, strict=True)
     root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
     images = list(chain(*images_of_parts))
     listing = Listing(
         root,
-        [ImageRow(number, *image[:3]) for number, image in enumerate(images, start=1)],
+        [ImageRow(number, image.file_name, image.width, image.height) for number, image in enumerate(images, start=1)],
         classes,
         [*parsed, *_folders_of(parsed), *class_files, *chain(*watched)],
         set().union(*listed),
         [*problems, *chain(*more)],
+        reading.masks,
     )
+    masks = [ObjectNumbers(None)] * len(images)
+    if reading.masks:
+        files = [image.masks for image in images]
+        masks = parallel(partial(masks_of_objects, max_pixels=reading.max_image_pixels), files, "reading masks")
     for index, image in enumerate(images):
-        for box in image.boxes:
-            listing.add(index, *box)
+        numbers = masks[index]
+        for place, box in enumerate(image.boxes, start=1):
+            listing.add(index, *box, segmentation=numbers.of_object(place), mask_fault=numbers.fault)
     return listing
 
 
@@ -272,17 +288,21 @@ def _read_data_set(
     split: str,
     xml_folder: Path,
     parsed: dict,
-    image_dir: Path | ImageSources | None,
+    reading: Reading,
 ) -> tuple:
     """Return (root of the images, images, watched, listed, problems) of the split of one data set.
 
     xml_folder: of its XML files. parsed: the content of the files of all these folders.
     """
+    image_dir = reading.image_dir
     sets = _image_sets(folder)
     images = []
     problems = []
     entries = parsed[xml_folder]
     if sets:
+        of_masks = _list_of_masks(folder, sets[split])
+        if reading.masks and of_masks.is_file():
+            sets[split] = of_masks
         entries, problems = _listed_entries(entries, sets[split], xml_folder.name, split)
     folders = list(dict.fromkeys(["", *map(os.path.dirname, entries)]))
     root = image_dir or _image_root(folder, xml_folder, split, folders)
@@ -298,13 +318,25 @@ def _read_data_set(
             message = f"{stem_of[name]}.xml is an annotation of {name} too; keep one of them"
             problems.append(Problem("error", f"{stem}.xml", None, None, message))
             continue
-        images.append(image._replace(file_name=name))
+        image = image._replace(file_name=name)
+        if reading.masks:
+            image = image._replace(masks=folder / MASK_FOLDER / f"{stem}.png")
+        images.append(image)
     watched = list(watched_of(root))
+    if reading.masks:
+        watched.append(folder / MASK_FOLDER)
+    if reading.masks and sets:
+        watched.append(_list_of_masks(folder, sets[split]))  # also if it is made later
     listed = set()
     if sets:
         watched.append(sets[split])
         listed = present  # the other lists have the rest
     return root, images, watched, listed, problems
+
+
+def _list_of_masks(folder: Path, file: Path) -> Path:
+    """Return where the list of the images with masks may be, for a list of images."""
+    return folder / "ImageSets" / "Segmentation" / file.name
 
 
 def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[str, str]) -> str:

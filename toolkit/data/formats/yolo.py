@@ -14,6 +14,7 @@ from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats.annotated import (
     SPLIT_NAMES,
+    UNKNOWN_SIZE,
     UNSPLIT,
     Listing,
     folders_of_splits,
@@ -103,9 +104,9 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     The path of the text file of an image is that of the image with `labels` in place of `images`, or the text file is
     beside the image. If a folder has labels alone, the images are those of `reading.image_dir` with the same names. An
     image without a text file has no objects. `Rows` decides what the numbers in a line mean. Classes keep their numbers
-    from 0.
+    from 0. With `reading.masks`, a polygon is the mask of its object.
     """
-    listing = partial(_listing, folder, split, reading.image_dir)
+    listing = partial(_listing, folder, split, reading.image_dir, reading.masks)
     return open_annotated("yolo", folder, split, listing, reading)
 
 
@@ -312,7 +313,7 @@ def _labels_of(image: Path) -> list[Path]:
     return candidates
 
 
-def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
+def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, masks: bool) -> Listing:
     if isinstance(image_dir, ImageSources):
         raise BadInput(f"{image_dir}: YOLO data are listed by their image files; give one folder (data.image_dir)")
     sources, alone = _sources(folder, split, image_dir)
@@ -359,17 +360,25 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
         parsed, faults = _parse_lines(lines.get(path, []), names, rows)
         for fault in faults:
             problems.append(Problem("error", image_name, None, None, f"{path.name}, {fault}"))
-        boxes += [(index, name, xyxy, path.name) for name, xyxy in parsed]
+        boxes += [(index, name, xyxy, path.name, polygon) for name, xyxy, polygon in parsed]
     watched += sorted(label_folders)
     watched += [folder / "data.yaml", *_class_files(folder)]  # also those that are made later
-    listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems)
-    for box in boxes:
-        listing.add(*box, shares=True)
+    listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems, masks)
+    for index, name, xyxy, source, polygon in boxes:
+        image = images[index]
+        segmentation = None
+        if masks and polygon is not None and image.width != UNKNOWN_SIZE:
+            sides = itertools.cycle((image.width, image.height))
+            segmentation = [[share * side for share, side in zip(polygon, sides, strict=False)]]
+        listing.add(index, name, xyxy, source, shares=True, segmentation=segmentation)
     return listing
 
 
-def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple[str, tuple]], list[str]]:
-    """Return ((class name, xyxy in fractions) of each line, the faults of the others)."""
+def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple], list[str]]:
+    """Return ((class name, xyxy, polygon x, y, x, y, ... or None) of each line, the faults of the others).
+
+    Boxes and polygons are in fractions of the image.
+    """
     parsed = []
     faults = []
     for number, line in enumerate(lines, start=1):
@@ -388,7 +397,7 @@ def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tupl
         if box is None:
             faults.append(f"line {number}: {fault}")
         else:
-            parsed.append((names[int(label)], box))
+            parsed.append((names[int(label)], box, rows.polygon_of(numbers)))
     return parsed, faults
 
 

@@ -83,6 +83,19 @@ class Rows:
             )
         return _around(numbers[:-1]), ""
 
+    def polygon_of(self, numbers: Sequence[float]) -> Sequence[float] | None:
+        """Return the corners x, y, x, y, ... in fractions of a line that `box_of` accepts; None if it is no polygon."""
+        count = len(numbers)
+        if count < 6 or self.shape not in (UNSAID, None):
+            return None
+        if self.is_tracked and count % 2 == 0:
+            return numbers[:-2] if count > 6 else None
+        if count == 6 and numbers[5] > 1 and _is_track(numbers[5]):
+            return None
+        corners = numbers[: count - count % 2]
+        is_closed = corners[:2] == corners[-2:]
+        return corners[:-2] if is_closed else corners
+
     def _box_with_points(self, numbers: Sequence[float]) -> tuple[tuple[float, float, float, float] | None, str]:
         """Return the box of a line of more than 5 numbers in data with key points."""
         try:

@@ -12,6 +12,7 @@ import numpy as np
 from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
+from toolkit.data.mask_checks import mended_areas
 from toolkit.data.splits import mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
@@ -335,8 +336,9 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
     a log with one line for each change.
 
     It leaves out unusable records, images without any usable record, images that are in another split or twice in one,
-    boxes given twice, and classes without a box. Repairs made on reading, such as clipped boxes, are kept. Image files
-    get the suffix of their format. The log is also written to `changes.txt` in the folder.
+    boxes given twice, and classes without a box. Repairs made on reading, such as clipped boxes, are kept. An area that
+    differs from that of the mask by more than 5 % becomes that of the mask. Image files get the suffix of their format.
+    The log is also written to `changes.txt` in the folder.
     """
     log = []
     unused = next(
@@ -373,6 +375,13 @@ def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: 
             row = boxes.offsets[index] + position
             log.append(f"{split}: image {image.file_name}, annotation {boxes.ids[row]} left out: {why}")
             kept[row] = False
+    if table.has_masks:
+        area = boxes.area.copy()
+        for row, of_mask in mended_areas(boxes, whole.images).items():
+            name = whole.images[boxes.image_index[row]].file_name
+            log.append(f"{split}: image {name}, annotation {boxes.ids[row]}: area {area[row]:g} became {of_mask:g}")
+            area[row] = of_mask
+        boxes = replace(boxes, area=area)
     labels = [label for label, category in enumerate(whole.categories) if category.name not in unused]
     return write_table(
         [whole.images[index] for index in np.flatnonzero(images)],

@@ -74,6 +74,8 @@ def _tile(table: DetectionTable, index: int, label: int) -> Image.Image:
     target = row_target(row, tuple(image.shape[-2:]))
     keep = target["labels"] == label
     objects = {name: target[name][keep] for name in ("boxes", "labels", "iscrowd")}
+    if table.has_masks:
+        objects["masks"] = [shape for shape, is_kept in zip(row["masks"], keep.tolist(), strict=True) if is_kept]
     return picture_with_boxes(image, objects, table.class_names, TILE_SIDE_PX)
 
 

@@ -11,6 +11,8 @@ from toolkit.base.files import ROOT
 from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 
+WITH_MASKS = "train_faster_rcnn"  # the script whose settings files for own data can train masks
+
 
 @dataclass(frozen=True)
 class Source:
@@ -56,6 +58,7 @@ def command_for(
     inspection: Inspection,
     reading: Mapping[str, object],
     script: str | None,
+    masks: bool = False,
 ) -> str:
     """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
@@ -64,7 +67,10 @@ def command_for(
         inspection: the inspection of these data.
         reading: further settings of the group `data` by key; None values are left out.
         script: name of the training script; None: the script that suits this machine.
+        masks: whether to train masks too.
     """
+    if masks and script not in (None, WITH_MASKS):
+        return f"the settings file of {script} for own data trains boxes alone; that of {WITH_MASKS} trains masks too"
     kinds = {finding.kind for finding in inspection.findings if finding.severity == "error"}
     if "background" in kinds:
         return "hardly an image has an object: look where the labels are before training on these data"
@@ -76,6 +82,9 @@ def command_for(
     settings = choice.settings | {f"data.{key}": str(value) for key, value in reading.items() if value is not None}
     if kinds:
         settings["data.on_error"] = "drop"
+    if masks:
+        script = WITH_MASKS
+        settings["model.masks"] = "true"
     program, recipe, why = recipe_for(script)
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():

@@ -115,7 +115,7 @@ def open_predictor(
         top_k = max_detections or max(MIN_TOP_K, evaluated)
         predict = own_predict(opened.detector.to(device), opened.size, top_k)
         given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
-        about = (given, report_thresholds(path), evaluated, opened.size)
+        about = (given, report_thresholds(path), evaluated, opened.size, opened.detector.predicts_masks)
         return Predictor(opened.source, opened.categories, predict, *names, *about)
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is not a run of this project, its settings are fixed")

@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
+from toolkit.base.masks import areas
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, graph_text
 from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
@@ -18,6 +19,7 @@ from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 # The files and folders that `scripts/predict.py` writes.
 OUTPUT_FILES = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv")
 OUTPUT_FILES += ("uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
+WITHOUT_MASKS = ("voc", "csv")  # formats that cannot hold masks
 OUTPUT_FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
@@ -38,7 +40,8 @@ def write_outputs(
             COCO's list of results, and `dataset.json`, see `write_data_set`. yolo: a text file for each image with
             class, centre and size as fractions of the image, and score. voc: an XML file for each image. csv: a row
             for each detection. dot (Graphviz) and networkx (its node-link JSON), for scene graphs: a file for each
-            image in graphs/. Boxes in yolo, voc and csv are clipped to their image.
+            image in graphs/. Boxes in yolo, voc and csv are clipped to their image. Masks are written by json, jsonl
+            and coco, and by yolo as a polygon in place of the box, but not by `WITHOUT_MASKS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     inside = clip_detections(detections)  # for formats of data sets, whose readers refuse boxes outside the image
@@ -119,23 +122,21 @@ def images_root(detections: LabelledImages) -> Path:
 def write_data_set(detections: LabelledImages, path: Path) -> None:
     """Write detections, clipped to their images, as the annotation file of a COCO data set to train on.
 
-    Each annotation has a `score`; names of image files are relative to `images_root`. Without images, nothing is
-    written.
+    Each annotation has a `score`, and its mask if the detector predicts masks; names of image files are relative to
+    `images_root`. Without images, nothing is written.
     """
     if not detections.images:
         return
     root = images_root(detections)
     names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
     found = clip_detections(detections).boxes
-    extra = {
-        "scores": None,
-        "ids": np.arange(1, len(found) + 1),
-        "extra": {"score": found.scores},
-    }
-    write_coco(
-        dataclasses.replace(detections.renamed(names), boxes=dataclasses.replace(found, **extra)),
-        path,
+    annotated = dataclasses.replace(
+        found, scores=None, ids=np.arange(1, len(found) + 1), extra={**found.extra, "score": found.scores}
     )
+    if "masks" in found.extra:
+        of_pixels = areas(found.extra["masks"], (0, 0))  # run lengths have their own size
+        annotated = dataclasses.replace(annotated, area=of_pixels)
+    write_coco(dataclasses.replace(detections.renamed(names), boxes=annotated), path)
 
 
 def clip_detections(detections: LabelledImages) -> LabelledImages:

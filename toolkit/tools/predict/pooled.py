@@ -46,10 +46,15 @@ def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predic
     return Predicted(table, by_image, {"detector": " + ".join(names), "data": data})
 
 
-def _by_image(part: Predicted) -> dict[int | str, dict[str, np.ndarray]]:
+def _by_image(part: Predicted) -> dict[int | str, dict[str, np.ndarray | list]]:
     boxes = part.predictions
     if not isinstance(boxes, Boxes):
         return boxes
-    rows = [boxes.of_image(index) for index in range(boxes.num_images)]
-    columns = [{"boxes": boxes.xyxy[row], "scores": boxes.scores[row], "labels": boxes.labels[row]} for row in rows]
+    columns = []
+    for index in range(boxes.num_images):
+        row = boxes.of_image(index)
+        of_image = {"boxes": boxes.xyxy[row], "scores": boxes.scores[row], "labels": boxes.labels[row]}
+        if "masks" in boxes.extra:
+            of_image["masks"] = boxes.extra["masks"][row].tolist()
+        columns.append(of_image)
     return dict(zip(part.table.image_ids().tolist(), columns, strict=True))

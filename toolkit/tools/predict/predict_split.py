@@ -151,6 +151,8 @@ def predict_run(
     tiling = chosen_tiling(options.tile, options.overlap, config["data"], size)
     if tiling is not None and getattr(detector, "predicates", None):
         raise BadInput(f"--tile {options.tile}: relations of a scene graph cannot be merged; leave it out")
+    if tiling is not None and detector.predicts_masks:
+        raise BadInput(f"--tile {tiling.tile_hw[0]}: masks are not merged, only boxes are; leave it out, or give 0")
     result = predict_pictures(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         _loader(table, config, detector.stride, device, tiling),
@@ -215,6 +217,9 @@ def open_predictions_file(path: str | Path, options: SplitOptions, say: Say) -> 
     about = read_about(path)
     folder, data, table = _data_of(path, about, options, say)
     read = read_predictions(path, table)
+    if "masks" not in data and isinstance(read.predictions, Boxes) and "masks" in read.predictions.extra:
+        data, table = _with_masks(path, data, table, say)
+        read = read_predictions(path, table)
     if read.corrected:
         say(f"{path}: the annotations have changed since these predictions were made; the new ones are used")
     for sentence in read.changed_classes:
@@ -225,6 +230,18 @@ def open_predictions_file(path: str | Path, options: SplitOptions, say: Say) -> 
         {"detector": str(path), "data": data} | about,
         run_folder=folder,
     )
+
+
+def _with_masks(path: str | Path, data: dict, table: DetectionTable, say: Say) -> tuple[dict, DetectionTable]:
+    """Open the data of predictions with masks, which say nothing of masks themselves, again with masks.
+
+    If the data have none that can be read, this is said, and the result is what was given.
+    """
+    try:
+        return data | {"masks": True}, open_split(**data, masks=True, say=lambda text: None)
+    except BadInput as error:
+        say(f"{path}: only its boxes are judged, not its masks: {error}")
+        return data, table
 
 
 # ---- which data ------------------------------------------------------------------------------------------------------
@@ -261,22 +278,25 @@ def _data_of(
         data = _other_data(options)
         made_on = about.get("data") or {}
         data["classes"] = made_on.get("classes", {})
+        data |= {"masks": True} if made_on.get("masks") else {}
     return folder, data, open_split(**data, say=say)
 
 
 def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     """Return the keyword arguments of `open_split` for the validation data of a run, or the data in `options` instead.
 
-    config: the settings of the run.
+    They are read with masks if the run's detector predicts masks. config: the settings of the run.
     """
     data = config["data"]
+    masks = {"masks": True} if config.get("model", {}).get("masks") else {}
     split = options.split
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
     other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
     if options.path is not None or other_file:
-        return _other_data(options) | {"on_error": data["on_error"], "classes": data.get("classes", {})}
+        as_trained = {"on_error": data["on_error"], "classes": data.get("classes", {})}
+        return _other_data(options) | as_trained | masks
     reading = {key: data[key] for key in READING if key in data}
-    return {"source": split or data["val"], "part_of": data["train"]} | reading | _given(options)
+    return {"source": split or data["val"], "part_of": data["train"]} | reading | masks | _given(options)
 
 
 def _other_data(options: SplitOptions) -> dict:

@@ -13,13 +13,17 @@ from tqdm import tqdm
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import Rle, bitmap
+from toolkit.base.outlines import polygons_of
 from toolkit.base.text import shown
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
+from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
-from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined
+from toolkit.evaluation.predict_dataset import run_lengths
+from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined, selected_masks
 from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner
 
 IMAGES_PER_CHUNK = 8
@@ -36,7 +40,8 @@ class Predictor:
         categories: classes in the order of the labels, with the ids that they have in the training data.
         predict: function `(images uint8 (3, H, W) RGB of any sizes, score_threshold)` -> one dict per image, on the
             CPU: `boxes (K, 4)` float32 xyxy in pixels of that image, clipped only if the detector clips them; `scores
-            (K,)` above the threshold, best first; `labels (K,)` int64; for scene graphs with P relations also `pairs
+            (K,)` above the threshold, best first; `labels (K,)` int64; `masks`, a list of K run lengths
+            (`toolkit.base.masks.Rle`) in the image, if `masks` is true; for scene graphs with P relations also `pairs
             (P, 2)` of rows of `boxes`, `predicates (P,)` and `triplet_scores (P,)`, best first, and `attribute_scores
             (K, attributes)` if the model predicts attributes. Only images of one size are put into a batch, so no
             image is padded to the size of another, and detections do not depend on the other images.
@@ -47,6 +52,7 @@ class Predictor:
             None: the run has no report.
         max_detections: number of detections of an image, over all classes, that an evaluation keeps; None: all.
         size: the size to which images are resized, see `input_hw`; None: it is not known.
+        masks: whether the detector predicts masks.
     """
 
     source: str
@@ -58,6 +64,7 @@ class Predictor:
     thresholds: Mapping[str, float] | None = None
     max_detections: int | None = 100
     size: Mapping[str, int] | None = None
+    masks: bool = False
 
     @property
     def recommended_threshold(self) -> float:
@@ -71,31 +78,48 @@ class Predictor:
     def __call__(self, images, score_threshold: float | None = None):
         """Detect objects in one image or in a list of images; return one dict, or a list of dicts, as `predict` does.
 
+        Masks are pixels here: `masks (K, H, W)` bool, with the height and width of the image.
+
         Args:
             images: of any kind that `as_image` takes.
             score_threshold: only detections with a higher score are returned; None: `recommended_threshold`.
         """
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
-        detections = self.predict(
-            [as_image(image) for image in (images if several else [images])],
-            minimum,
-        )
+        pictures = [as_image(image) for image in (images if several else [images])]
+        detections = self.predict(pictures, minimum)
+        for found, picture in zip(detections, pictures, strict=True):
+            if "masks" in found:
+                found["masks"] = _pixels(found["masks"], tuple(picture.shape[-2:]))
         return detections if several else detections[0]
 
-    def as_json(self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+    def as_json(
+        self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True, polygons: bool = False
+    ) -> dict:
         """Return the detections of an image in the form of predictions.json: `detections`, and `relations` of a scene
         graph.
 
         Args:
             all_scores: add the scores of all predicates to each relation.
             graph_constraint: True: one relation for each pair; False: a pair can have several predicates.
+            polygons: masks are the outlines of their pixels, not run lengths.
         """
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
+        if polygons and "masks" in detections:
+            for one, mask in zip(entry["detections"], detections["masks"], strict=True):
+                one["segmentation"] = to_segmentation(polygons_of(mask, mask.size_hw))
         if "pairs" in detections:
             graph = detections if graph_constraint else without_graph_constraint(detections)
             entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
         return entry
+
+
+def _pixels(masks: Sequence[Rle], size_hw: tuple[int, int]) -> Tensor:
+    """Return masks as pixels, (K, H, W) bool."""
+    pixels = torch.zeros(len(masks), *size_hw, dtype=torch.bool)
+    for row, mask in enumerate(masks):
+        pixels[row] = torch.from_numpy(bitmap(mask, size_hw)).bool()
+    return pixels
 
 
 def as_image(image) -> Tensor:
@@ -179,13 +203,14 @@ def _filtered(predictor: Predictor, wanted: Callable[[Detections], Tensor]) -> P
 # ---- images -> detections --------------------------------------------------------------------------------------------
 
 
-def _loop(prepare: Callable, find: Callable):
+def _loop(prepare: Callable, find: Callable, encode: Callable | None = None):
     """Return the `Predictor.predict` of a detector.
 
     Args:
         prepare: function (image, its given boxes) -> (pixels for the detector, any further data for `find`).
         find: function (results of `prepare` whose pixels have one shape, sizes (B, 2) int64 (height, width) of the
             images, score_threshold) -> `Detections` of each image, in pixels of the image.
+        encode: function (detections with masks, size of their image) -> its masks as run lengths.
     """
 
     @torch.no_grad()
@@ -200,7 +225,10 @@ def _loop(prepare: Callable, find: Callable):
             sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
             of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
             for i, detections in zip(group, of_group, strict=True):
-                predictions[i] = best_first(detections)
+                found = best_first(detections)
+                if "masks" in found:
+                    found["masks"] = encode(found, tuple(images[i].shape[-2:]))
+                predictions[i] = found
         return predictions
 
     return predict
@@ -227,7 +255,7 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int 
             top_k,
         )
 
-    return _loop(partial(resized, size), find)
+    return _loop(partial(resized, size), find, partial(run_lengths, detector))
 
 
 def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
@@ -396,8 +424,11 @@ def relabelled(detections: Mapping, labels: Tensor, max_detections: int | None) 
     """
     table_labels = labels[torch.as_tensor(detections["labels"]).long()]
     keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
-    return {
+    result = {
         "boxes": torch.as_tensor(detections["boxes"])[keep],
         "scores": torch.as_tensor(detections["scores"])[keep],
         "labels": table_labels[keep],
     }
+    if "masks" in detections:
+        result["masks"] = selected_masks(detections["masks"], keep)
+    return result

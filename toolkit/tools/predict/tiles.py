@@ -88,7 +88,8 @@ def tiled(
         batch_size: number of tiles in a batch.
 
     Raises:
-        BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model.
+        BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model or one of
+            masks.
     """
     if tile < 1 or not 0 <= overlap <= MAX_OVERLAP:
         expected = f"expected at least one pixel, and 0 to {MAX_OVERLAP} of a tile"
@@ -105,9 +106,9 @@ def tiled_as(
 ) -> Predictor:
     """Return a predictor as `tiled` does, that runs on windows of the height and width `window_hw` in pixels.
 
-    Raises BadInput: a scene-graph detector.
+    Raises BadInput: a scene-graph detector, or one of masks.
     """
-    _refuse_graphs(predictor, "--tile")
+    _refuse_what_cannot_be_joined(predictor, "--tile")
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         return [one(image, score_threshold) for image in images]
@@ -130,7 +131,7 @@ def judged_in_tiles(predictor: Predictor, tiling: Tiling) -> Predictor:
 
     `max_detections` of the predictor count in each window, and as many of each class in a picture.
 
-    Raises BadInput: a scene-graph detector.
+    Raises BadInput: a scene-graph detector, or one of masks.
     """
     most = predictor.max_detections
 
@@ -151,9 +152,9 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
     detections.
 
     Boxes of a class with an IoU of at least `nms_iou` are merged into one, whose coordinates are the mean weighted by
-    the scores. Raises BadInput for a scene graph model.
+    the scores. Raises BadInput for a scene graph model, and for one of masks.
     """
-    _refuse_graphs(predictor, "--flip")
+    _refuse_what_cannot_be_joined(predictor, "--flip")
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         plain = predictor.predict(images, score_threshold)
@@ -184,6 +185,8 @@ def _averaged(parts: Sequence[Detections], nms_iou: float) -> Detections:
     }
 
 
-def _refuse_graphs(predictor: Predictor, flag: str) -> None:
+def _refuse_what_cannot_be_joined(predictor: Predictor, flag: str) -> None:
     if predictor.predicates:
         raise BadInput(f"{flag}: relations of a scene graph cannot be merged; leave it out")
+    if predictor.masks:
+        raise BadInput(f"{flag}: masks are not merged, only boxes are; leave it out")

@@ -15,6 +15,7 @@ from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
 
 SHOWN_METRICS = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
+SHOWN_METRICS |= {"segm_AP": "segm_AP", "segm_AP50": "segm_AP50"}
 MAX_SHOWN_CLASSES = 100
 LICENCE = "apache-2.0"  # the licence of this program; the data may require another
 LICENCES_BELOW = (
@@ -154,7 +155,8 @@ def _figures(row: Mapping, run: Path | None) -> str:
         low, high = intervals.get(name) or (None, None)
         interval = f"{low:.4f} to {high:.4f}" if low is not None else "see `report/`"
         lines.append(f"| {name} | {value:.4f} | {interval} |")
-    return "\n".join(lines) + f"\n\nCOCO's box metrics at step {row['step']}; intervals are a bootstrap over images."
+    kinds = "metrics of boxes, and of masks (segm_)" if "segm_AP" in metrics else "box metrics"
+    return "\n".join(lines) + f"\n\nCOCO's {kinds} at step {row['step']}; intervals are a bootstrap over images."
 
 
 def _picture(folder: Path, run: Path | None) -> str:

@@ -117,9 +117,9 @@ def paired_difference(base: Judgement, other: Judgement, metric: str) -> MetricD
     """Return the difference of a metric between two detectors, with its interval by a paired bootstrap.
 
     Bootstrap samples are paired because both detectors' samples were drawn with the same seed and thus have the same
-    images. Returns None if the metric is undefined for one of them.
+    images. Returns None if the metric is undefined for one of them, or one has no masks to measure.
     """
-    values = base.numbers[metric], other.numbers[metric]
+    values = base.numbers[metric], other.numbers.get(metric)
     if None in values:
         return None
     drawn = interval(
@@ -140,7 +140,7 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
         if len(some) > 1:
             numbers = {}
             for metric in some[0].numbers:
-                values = [judgement.numbers[metric] for judgement in some]
+                values = [judgement.numbers.get(metric) for judgement in some]
                 if None not in values:
                     numbers[metric] = (float(np.mean(values)), float(np.std(values, ddof=1)))
             result[", ".join(judgement.name for judgement in some)] = numbers
@@ -148,7 +148,7 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 
 
 def verdict(c: Comparison) -> str:
-    rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50")]
+    rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50", "segm_AP", "segm_AP50")]
     text = (
         f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
         "(paired), in percent points. Such an interval shows what other images may change, not what another seed would."
@@ -172,6 +172,12 @@ def numbers_side_by_side(c: Comparison) -> str:
     rows = []
     for name in COCO_METRICS:
         rows.append((name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)))
+    if any(j.matches.by_mask for j in c.judged):
+        for name in COCO_METRICS:
+            of_masks = f"segm_{name}"
+            cells = (with_interval(j.numbers.get(of_masks), j.intervals.get(of_masks)) for j in c.judged)
+            rows.append((of_masks, *cells))
+        rows.append(("the rest by", *("masks" if j.matches.by_mask else "boxes" for j in c.judged)))
     for year in ("07", "12"):
         rows.append((f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)))
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
@@ -186,11 +192,21 @@ def numbers_side_by_side(c: Comparison) -> str:
             rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
     sweeps = {j.name: j.overall for j in c.judged}
     parts = [
-        figures.iou_chart({j.name: j.ap_by_iou for j in c.judged}),
+        figures.iou_chart(_curves_by_iou(c)),
         figures.precision_recall_chart(sweeps),
         figures.f1_chart(sweeps),
     ]
     return table(["", *(j.name for j in c.judged)], rows) + charts(parts)
+
+
+def _curves_by_iou(c: Comparison) -> dict[str, np.ndarray]:
+    """Return AP against IoU of each detector, by its name; of a detector of masks also that of masks."""
+    curves = {}
+    for j in c.judged:
+        curves[j.name] = j.ap_by_iou["AP"]
+        if j.matches.by_mask:
+            curves[f"{j.name}, masks"] = j.ap_by_iou["segm_AP"]
+    return curves
 
 
 def differences(c: Comparison) -> str:

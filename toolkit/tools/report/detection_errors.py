@@ -18,8 +18,8 @@ from toolkit.evaluation.matches import AREA_RANGES, BACKGROUND_IOU, Matches, bes
 ERROR_KINDS = ("class", "localisation", "both", "duplicate", "background", "missed")
 ERROR_MEANINGS = {
     "class": "the place is right, the class is another",
-    "localisation": "the class is right, the box overlaps its object by less than half",
-    "both": "the class is another and the box overlaps its object by less than half",
+    "localisation": "the class is right, the prediction overlaps its object by less than half",
+    "both": "the class is another and the prediction overlaps its object by less than half",
     "duplicate": "the object was already found by a better prediction",
     "background": "no annotated box is at this place",
     "missed": "no prediction is near the object",

@@ -1,11 +1,13 @@
 """Collects pictures with boxes, curves and confusion matrices of an evaluation, which W&B and TensorBoard display."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
+from toolkit.base.boxes import Boxes
+from toolkit.base.masks import bitmap
 from toolkit.evaluation.draw import choose_images, fitted, picture_of
 from toolkit.evaluation.matches import Matches
 from toolkit.tools.report.charts import figure
@@ -28,6 +30,8 @@ class ShownImage:
             sorted, best first.
         truth_labels, found_labels: (N,) labels of these boxes.
         found_scores: (N,) scores of the predicted boxes.
+        truth_map, found_map: (H, W) int64 of the size of `picture`: 1 plus the label of the annotated mask, or of the
+            best predicted mask above the threshold, at each pixel; 0: there is none. None: the data have no masks.
     """
 
     image_id: object
@@ -37,6 +41,8 @@ class ShownImage:
     found_boxes: np.ndarray
     found_labels: np.ndarray
     found_scores: np.ndarray
+    truth_map: np.ndarray | None = None
+    found_map: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def shown_evaluation(
 
     Args:
         table: the data table.
-        matches: the matches of predictions with the table.
+        matches: the matches of predictions with the table, by mask if there are masks.
         scores: metrics by name, as `CocoEvaluator.evaluate` returns them.
         pictures: number of images, which are the same at every evaluation.
         grid: see `EvaluationDisplay`.
@@ -92,7 +98,7 @@ def shown_evaluation(
     places = [*chosen, len(names)]
     matrix = confusion_matrix(matches, threshold)[np.ix_(places, places)]
     ap = {name: scores[f"AP/{name}"] for name in names if scores.get(f"AP/{name}") is not None}
-    images = _shown_images(table, matches, pictures)
+    images = _shown_images(table, matches, pictures, threshold)
     return EvaluationDisplay(
         names,
         images,
@@ -105,7 +111,7 @@ def shown_evaluation(
     )
 
 
-def _shown_images(table, matches: Matches, count: int) -> list[ShownImage]:
+def _shown_images(table, matches: Matches, count: int, threshold: float) -> list[ShownImage]:
     shown = []
     truth = matches.truth
     detections = matches.found
@@ -121,5 +127,19 @@ def _shown_images(table, matches: Matches, count: int) -> list[ShownImage]:
         best = slice(best.start, min(best.stop, best.start + MAX_SHOWN_BOXES))
         annotated = truth.xyxy[annotated_rows] * scale, truth.labels[annotated_rows]
         detected = detections.xyxy[best] * scale, detections.labels[best], detections.scores[best]
-        shown.append(ShownImage(row["image_id"], picture, *annotated, *detected))
+        maps = {}
+        if matches.by_mask:
+            maps["truth_map"] = _label_map(truth, annotated_rows, picture.size)
+            strong = [at for at in range(best.start, best.stop) if detections.scores[at] > threshold]
+            maps["found_map"] = _label_map(detections, strong[::-1], picture.size)
+        shown.append(ShownImage(row["image_id"], picture, *annotated, *detected, **maps))
     return shown
+
+
+def _label_map(boxes: Boxes, rows: Sequence[int] | slice, size_wh: tuple[int, int]) -> np.ndarray:
+    """Return the labels of the masks `rows`, plus 1, as pixels (H, W); the last mask is on top."""
+    whole = np.zeros(size_wh[::-1], np.int64)
+    for mask, label in zip(boxes.extra["masks"][rows], boxes.labels[rows].tolist(), strict=True):
+        pixels = Image.fromarray(bitmap(mask, mask.size_hw)).resize(size_wh, Image.Resampling.NEAREST)
+        whole[np.asarray(pixels) > 0] = 1 + label
+    return whole

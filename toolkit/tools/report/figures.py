@@ -60,6 +60,7 @@ def training_charts(rows: Sequence[Mapping]) -> dict[str, list[LineChart]]:
         PRECISION_HEADING: [
             _metrics(rows, "AP on the validation data", ("bbox_AP", "bbox_AP50", "bbox_AP75")),
             _metrics(rows, "AP by size of the object", ("bbox_APs", "bbox_APm", "bbox_APl")),
+            _metrics(rows, "AP of masks on the validation data", ("segm_AP", "segm_AP50", "segm_AP75")),
             _class_ap_chart(rows, names),
             _metrics(
                 rows,

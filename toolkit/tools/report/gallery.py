@@ -1,5 +1,5 @@
-"""Makes the pictures of a report, images and crops with boxes, embedded in the HTML as JPEG: best and worst images,
-confident errors, probable annotation errors."""
+"""Makes the pictures of a report, images and crops with boxes and masks, embedded in the HTML as JPEG: best and worst
+images, confident errors, probable annotation errors."""
 
 import base64
 import io
@@ -163,7 +163,7 @@ def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = 
     is_confident = m.found.scores > judged.threshold
     predicted = np.flatnonzero((m.found.image_index == image) & is_confident & m.counts)
     right, wrong, missed = judged.image_counts[image].tolist()
-    marks = [Mark(m.truth.xyxy[row], TRUTH_COLOUR, dashed=True) for row in truth]
+    marks = [replace(_annotated(m, row), text="") for row in truth]
     marks += [_predicted(m, row, CORRECT_COLOUR if m.right[row] else WRONG_COLOUR) for row in predicted[::-1]]
     if len(predicted) > 5:  # names on everything would hide the image
         marks = [mark if mark.colour == WRONG_COLOUR else replace(mark, text="") for mark in marks]
@@ -258,6 +258,7 @@ def _predicted(m: Matches, row: int, colour: str) -> Mark:
         m.found.xyxy[row],
         colour,
         f"{m.class_names[m.found.labels[row]]} {m.found.scores[row]:.2f}",
+        mask=m.found.extra["masks"][row] if m.by_mask else None,
     )
 
 
@@ -267,4 +268,5 @@ def _annotated(m: Matches, row: int) -> Mark:
         TRUTH_COLOUR,
         m.class_names[m.truth.labels[row]],
         dashed=True,
+        mask=m.truth.extra["masks"][row] if m.by_mask else None,
     )

@@ -1,7 +1,7 @@
 """Computes all statistics of a set of predictions, from which pages, tables and JSON are made."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.evaluation.coco_numbers import exact_numbers
+from toolkit.evaluation.mask_matches import matches_by_mask, named_by_mask
 from toolkit.evaluation.matches import IOU_THRESHOLDS, match_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
@@ -32,12 +33,14 @@ class Judgement:
         draws: number of bootstrap samples.
 
     Attributes:
-        matches: the matches of predictions and annotated boxes.
-        numbers: the twelve COCO metrics by name; None: undefined.
+        matches: the matches of predictions and annotated objects: by mask if both have masks, else by box. Thresholds,
+            errors, confusions and suspects are computed from them.
+        numbers: the twelve COCO metrics by name, and with masks those of masks, "segm_AP" and so on; None: undefined.
         intervals: their 95 % intervals by name; None: undefined.
         draws: the metrics in the bootstrap samples.
-        class_ap, class_recall: (K,) AP and AR100 of each of K classes; NaN: undefined.
-        ap_by_iou: (10,) AP at IoU 0.5, 0.55, ..., 0.95, the mean over classes.
+        class_ap, class_recall: (K,) AP and AR100 of the boxes of each of K classes; NaN: undefined.
+        class_mask_ap: (K,) AP of the masks of each class; None: there are no masks.
+        ap_by_iou: AP at IoU 0.5, 0.55, ..., 0.95, the mean over classes, (10,) each: "AP", and "segm_AP" of masks.
         overall, sweeps: precision, recall and F1 against the score, over all classes and of each class.
         threshold: score threshold of the best F1 over all classes; 0.5 if no prediction is right.
         matrix: see `confusion_matrix`, at this threshold.
@@ -59,15 +62,26 @@ class Judgement:
         self.table = table
         self.predictions = predictions
         self.about = about or {}
-        m = self.matches = match_predictions(predictions, table)
-        exact = exact_numbers(m)
-        self.draws = bootstrap.resample(m, draws)
+        of_boxes = match_predictions(predictions, table)
+        of_masks = matches_by_mask(of_boxes, table)
+        self.draws = bootstrap.resample(of_boxes, draws)
+        exact = exact_numbers(of_boxes)
         self.class_ap = exact.of_class[0]
         self.class_recall = exact.recall_of_class[0]
-        self.ap_by_iou = exact.by_iou[:, 0]
+        self.class_mask_ap: np.ndarray | None = None
+        self.ap_by_iou = {"AP": exact.by_iou[:, 0]}
+        numbers = dict(exact.numbers)
+        if of_masks is not None:
+            exact = exact_numbers(of_masks)
+            self.class_mask_ap = exact.of_class[0]
+            self.ap_by_iou["segm_AP"] = exact.by_iou[:, 0]
+            numbers |= named_by_mask(exact.numbers)
+            drawn = bootstrap.resample(of_masks, draws)
+            self.draws = replace(self.draws, numbers={**self.draws.numbers, **named_by_mask(drawn.numbers)})
         self.numbers = {}
-        for key, values in exact.numbers.items():
+        for key, values in numbers.items():
             self.numbers[key] = float(values[0]) if np.isfinite(values[0]) else None
+        m = self.matches = of_boxes if of_masks is None else of_masks
         self.intervals = {key: self._interval(key) for key in self.numbers}
         self.overall = sweep(m)
         self.sweeps = [sweep(m, label) for label in range(m.num_classes)]
@@ -75,7 +89,7 @@ class Judgement:
         self.matrix = confusion_matrix(m, self.threshold)
         self.calibration = calibration(m)
         self.errors = tide_errors(m)
-        self.voc = voc_metrics(m)
+        self.voc = voc_metrics(of_boxes)
         self.suspects = suspects(m)
         self.strata = strata(m, self.threshold)
         self.graphs = _judge_graphs(predictions, table, self.about)
@@ -84,6 +98,11 @@ class Judgement:
         value = self.numbers[key]
         low_high = None if value is None else bootstrap.interval(self.draws.numbers[key], value)
         return low_high and (max(low_high[0], 0.0), min(low_high[1], 1.0))
+
+    @property
+    def iou(self) -> str:
+        """The words for what `matches` were matched by, such as "IoU of masks"."""
+        return "IoU of masks" if self.matches.by_mask else "IoU"
 
     @cached_property
     def image_counts(self) -> np.ndarray:
@@ -122,31 +141,26 @@ def as_json(judged: Judgement) -> dict:
 
     Its entries `threshold` and `thresholds` are the recommended score thresholds, over all classes and by class.
     """
-    names = judged.matches.class_names
     best = [s.best for s in judged.sweeps]
-    return {
+    thresholds = {}
+    for name, point in zip(judged.matches.class_names, best, strict=True):
+        thresholds[name] = judged.threshold if point is None else point.threshold
+    content = {
         "name": judged.name,
         "precision": judged.about.get("precision"),
         "images": judged.matches.num_images,
         "boxes": int(judged.matches.num_truth.sum()),
         "class_map": dict(judged.table.class_map),
         "threshold": judged.threshold,
-        "thresholds": {n: judged.threshold if p is None else p.threshold for n, p in zip(names, best, strict=True)},
+        "thresholds": thresholds,
         "best_f1": _point_as_json(judged.overall.best),
         "at_precision": {
             str(precision): _point_as_json(judged.overall.at_precision(precision)) for precision in WANTED_PRECISION
         },
         "numbers": judged.numbers,
         "intervals_95": judged.intervals,
-        "classes": {
-            name: {
-                "AP": None if np.isnan(ap) else float(ap),
-                "boxes": int(boxes),
-                "best_f1": _point_as_json(point),
-            }
-            for name, ap, boxes, point in zip(names, judged.class_ap, judged.matches.num_truth, best, strict=True)
-        },
-        "ap_by_iou": dict(zip((f"{iou:.2f}" for iou in IOU_THRESHOLDS), judged.ap_by_iou.tolist(), strict=True)),
+        "classes": _classes_as_json(judged, best),
+        "ap_by_iou": _by_iou(judged.ap_by_iou["AP"]),
         "calibration_error": judged.calibration.error,
         "confusion_matrix": judged.matrix.tolist(),
         "tide": {"ap50": judged.errors.ap50, "cost": judged.errors.cost},
@@ -155,6 +169,32 @@ def as_json(judged: Judgement) -> dict:
         "voc": judged.voc,
         "scene_graphs": None if judged.graphs is None else judged.graphs.as_json(judged.table.predicates),
     }
+    if judged.matches.by_mask:
+        content["matched_by"] = "masks"
+        content["segm_ap_by_iou"] = _by_iou(judged.ap_by_iou["segm_AP"])
+    return content
+
+
+def _classes_as_json(judged: Judgement, best: Sequence[Point | None]) -> dict[str, dict]:
+    """Return the numbers of each class by its name. best: the point of the best F1 of each class."""
+    classes = {}
+    for k, name in enumerate(judged.matches.class_names):
+        classes[name] = {
+            "AP": _defined(judged.class_ap[k]),
+            "boxes": int(judged.matches.num_truth[k]),
+            "best_f1": _point_as_json(best[k]),
+        }
+        if judged.class_mask_ap is not None:
+            classes[name]["segm_AP"] = _defined(judged.class_mask_ap[k])
+    return classes
+
+
+def _defined(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _by_iou(values: np.ndarray) -> dict[str, float]:
+    return dict(zip((f"{iou:.2f}" for iou in IOU_THRESHOLDS), values.tolist(), strict=True))
 
 
 def _point_as_json(point: Point | None) -> dict | None:

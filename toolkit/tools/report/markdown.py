@@ -61,7 +61,8 @@ def _numbers(rows: list[dict]) -> list[str]:
     """Return Markdown tables of the metrics and of the AP of each class: last and best evaluation, raw and EMA."""
     columns = {}
     graphs = any(row.get("val/R@100") is not None for row in rows)
-    decisive = "R@100" if graphs else "bbox_AP"
+    masks = any(row.get("val/segm_AP") is not None for row in rows)
+    decisive = "R@100" if graphs else "segm_AP" if masks else "bbox_AP"
     for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
         evaluated = [row for row in rows if row.get(f"{prefix}{decisive}") is not None]
         if evaluated:
@@ -73,6 +74,7 @@ def _numbers(rows: list[dict]) -> list[str]:
     metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
     metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
     metrics += [f"bbox_{name}" for name in COCO_METRICS] if any("val/bbox_AP" in row for row in rows) else []
+    metrics += [f"segm_{name}" for name in COCO_METRICS] if masks else []
     metrics += ["loss"]
     parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
     keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))

@@ -35,7 +35,8 @@ METRIC_MEANINGS = {
 
 def summary_cards(judged: Judgement) -> str:
     best = judged.overall.best
-    cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in ("AP", "AP50")]
+    shown = ("AP", "AP50", "segm_AP", "segm_AP50") if judged.matches.by_mask else ("AP", "AP50")
+    cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in shown]
     if best is not None:
         cards += [
             ("threshold of the best F1", f"{best.threshold:g}", "deploy with scores above it"),
@@ -73,6 +74,11 @@ def numbers_table(judged: Judgement) -> str:
     rows = []
     for name, words in METRIC_MEANINGS.items():
         rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
+    if judged.matches.by_mask:
+        for name, words in METRIC_MEANINGS.items():
+            key = f"segm_{name}"
+            of_masks = f"masks: {words}"
+            rows.append((key, number(judged.numbers[key]), *_low_high(judged.intervals[key]), of_masks))
     rows.append(("VOC07 mAP", number(judged.voc["voc07_mAP"]), "", "", "Pascal VOC, 11 recalls"))
     rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
     text = (
@@ -82,7 +88,7 @@ def numbers_table(judged: Judgement) -> str:
     return (
         table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
         + paragraph(text, "dim")
-        + charts([figures.iou_chart({"AP": judged.ap_by_iou})])
+        + charts([figures.iou_chart(judged.ap_by_iou)])
         + _class_table(judged)
     )
 
@@ -94,11 +100,13 @@ def _low_high(interval) -> tuple[str, str]:
 def _class_table(judged: Judgement) -> str:
     m = judged.matches
     rows = []
-    columns = zip(m.class_names, m.num_truth, judged.class_ap, judged.class_recall, judged.sweeps, strict=True)
-    for name, boxes, ap, recall, sweep in columns:
-        threshold, *numbers = _point_cells(sweep.best)
-        rows.append((name, boxes, number(ap), number(recall), *numbers, threshold))
-    head = ["class", "boxes", "AP", "AR100", "best F1", "precision", "recall", "threshold"]
+    masks = ["segm_AP"] if m.by_mask else []  # one more column
+    for k, name in enumerate(m.class_names):
+        threshold, *numbers = _point_cells(judged.sweeps[k].best)
+        of_masks = [number(judged.class_mask_ap[k])] if m.by_mask else []
+        aps = (number(judged.class_ap[k]), *of_masks, number(judged.class_recall[k]))
+        rows.append((name, m.num_truth[k], *aps, *numbers, threshold))
+    head = ["class", "boxes", "AP", *masks, "AR100", "best F1", "precision", "recall", "threshold"]
     return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
 
 
@@ -112,7 +120,7 @@ def _point_cells(point: Point | None) -> list[str]:
 def thresholds(judged: Judgement) -> str:
     overall = judged.overall
     if overall.best is None:
-        return paragraph("No prediction finds a box at IoU 0.5, so a threshold cannot be chosen.")
+        return paragraph(f"No prediction finds a box at {judged.iou} 0.5, so a threshold cannot be chosen.")
     points = {"best F1": overall.best}
     points |= {f"precision of {wanted:g}": overall.at_precision(wanted) for wanted in WANTED_PRECISION}
     rows = []
@@ -127,7 +135,8 @@ def thresholds(judged: Judgement) -> str:
         figures.calibration_chart(judged.calibration),
     ]
     error = judged.calibration.error
-    words = "Over all boxes of all classes together, at IoU 0.5. The table by class has a threshold for each class."
+    words = f"Over all objects of all classes together, at {judged.iou} 0.5. "
+    words += "The table by class has a threshold for each class."
     if error is not None:
         words += (
             f" Scores and precision differ by {error:.3f} on average (expected calibration error): with a large "
@@ -157,8 +166,8 @@ def confusion(judged: Judgement) -> str:
         most = f"the {MAX_MATRIX_CLASSES} of {k} classes with the most mistakes"
         note = f" Shown are {most}; report.json has all of them."
     text = (
-        f"Predictions above {judged.threshold:g} at IoU 0.5. A row shows how the boxes of a class were predicted and "
-        f"sums to their number; the last row is predictions where no box is.{note}"
+        f"Predictions above {judged.threshold:g} at {judged.iou} 0.5. A row shows how the boxes of a class were "
+        f"predicted and sums to their number; the last row is predictions where no box is.{note}"
     )
     part = matrix[np.ix_([*chosen, k], [*chosen, k])]
     shown = svg(
@@ -184,7 +193,7 @@ def errors(judged: Judgement) -> str:
     rows = [(kind, counts[kind], f"{e.cost[kind]:.3f}", ERROR_MEANINGS[kind]) for kind in ERROR_KINDS]
     text = (
         f"AP50 is {e.ap50:.3f}; a bar shows by how much it would rise without mistakes of that kind. The kinds do not "
-        "add up. Method: TIDE (Bolya et al. 2020)."
+        f"add up. Method: TIDE (Bolya et al. 2020), by {judged.iou}."
     )
     parts = [
         BarChart("AP50 that each kind of mistake costs", bars[: len(ERROR_KINDS)]),

@@ -1,5 +1,5 @@
-"""The tracker for W&B: sends rows, pictures with switchable boxes, plots, a reference to the data, and the finished
-detector.
+"""The tracker for W&B: sends rows, pictures with switchable boxes and masks, plots, a reference to the data, and the
+finished detector.
 
 Without an account or a network, everything is written to files in the run folder, which `wandb sync` sends later.
 """
@@ -19,6 +19,7 @@ from toolkit.run.writer import DataFacts, RunDescription, Tracker, agent_run_id,
 INIT_TIMEOUT_S = 30
 FINISH_TIMEOUT_S = 300  # so that a lost network does not delay a finished run; older releases lack this
 CURVE_POINTS = 100
+MAX_MASK_ID = 127  # W&B keeps the classes of a mask's pixels as int8
 LOGGED_FILES = ("config.yaml", "environment.json", "code.diff")  # of the run folder, kept with the run
 
 
@@ -122,15 +123,21 @@ def _init(wandb, folder: Path, about: RunDescription, run_id: str):
 
 
 def _image(wandb, shown, class_names: list[str]):
-    """Return a picture as JPEG, with annotated and found boxes as layers; scores can be filtered there."""
-    names = dict(enumerate(class_names))
+    """Return a picture as JPEG, with annotated and found boxes and masks as layers; scores can be filtered there.
+
+    With masks, the class ids of boxes too begin at 1: 0 is the background of a mask.
+    """
+    has_masks = shown.truth_map is not None
+    first_id = 1 if has_masks else 0
+    names = dict(enumerate(class_names, start=first_id))
 
     def layer(boxes, labels, scores=None) -> dict:
         found = []
         for i, (box, label) in enumerate(zip(boxes.tolist(), labels.tolist(), strict=True)):
             place = dict(zip(("minX", "minY", "maxX", "maxY"), box, strict=True))
-            name = names.setdefault(label, f"label {label}?")
-            entry = {"position": place, "domain": "pixel", "class_id": label, "box_caption": name}
+            class_id = first_id + label
+            name = names.setdefault(class_id, f"label {label}?")
+            entry = {"position": place, "domain": "pixel", "class_id": class_id, "box_caption": name}
             if scores is not None:
                 score = float(scores[i])
                 entry |= {"scores": {"score": score}, "box_caption": f"{name} {score:.2f}"}
@@ -141,14 +148,26 @@ def _image(wandb, shown, class_names: list[str]):
         "ground_truth": layer(shown.truth_boxes, shown.truth_labels),
         "predictions": layer(shown.found_boxes, shown.found_labels, shown.found_scores),
     }
-    classes = wandb.Classes([{"id": label, "name": name} for label, name in names.items()])
+    if has_masks:
+        names[0] = "background"
+    classes = wandb.Classes([{"id": class_id, "name": name} for class_id, name in sorted(names.items())])
     return wandb.Image(
         shown.picture,
         caption=str(shown.image_id),
         file_type="jpg",
         boxes=layers,
+        masks=_mask_layers(shown, names) if has_masks else None,
         classes=classes,
     )
+
+
+def _mask_layers(shown, names: Mapping[int, str]) -> dict:
+    """Return annotated and found masks as layers; of classes with an id that W&B cannot keep there are none."""
+    layers = {}
+    for name, ids in (("ground_truth", shown.truth_map), ("predictions", shown.found_map)):
+        kept = np.where(ids > MAX_MASK_ID, 0, ids).astype(np.uint8)
+        layers[name] = {"mask_data": kept, "class_labels": dict(names)}
+    return layers
 
 
 def _plots(wandb, shown) -> dict:

@@ -1,0 +1,230 @@
+"""Checks of the masks of objects, which describe all that is wrong with them in plain sentences.
+
+A valid polygon costs a few operations on columns. Only polygons that these find suspicious are drawn, to count pixels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from toolkit.base.boxes import Boxes, offsets_of
+from toolkit.base.errors import BadInput
+from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, column_of, tight_boxes
+from toolkit.data.annotations import Annotations, ImageRow
+from toolkit.data.segmentations import MAX_MASK_COORDINATE_PX, clipped, polygon_areas, rectangle
+from toolkit.data.table import Problem
+
+ROUNDING_PX = 0.01  # as far as this outside, a corner is moved to the border without a word
+AREA_TOLERANCE = 0.05  # of the annotated area
+BOX_TOLERANCE = 0.05  # of a side of the box, and
+BOX_TOLERANCE_PX = 2.0  # at least so many pixels: masks and boxes are rounded differently
+SMALL_PX = 16.0  # square pixels; a polygon of less area may have no pixel at all, so it is drawn
+MAX_NAMED = 10  # objects with the same kind of fault; of more, one line says how many
+UNUSABLE = "objects have no mask that can be used; each becomes a crowd region, neither object nor background"
+REPAIRED = "masks were repaired"
+OTHER_AREA = "masks have an area that differs by more than 5 % from the annotated `area`, which is kept"
+OTHER_BOX = "boxes are not those around their masks; both are kept"
+
+Found = dict[str, list[tuple[int, str]]]  # (row of the box, message) of each object, by kind of fault
+
+
+def with_masks(
+    boxes: Boxes,
+    order: np.ndarray,
+    annotations: Annotations,
+    file: str,
+    images: Sequence[ImageRow],
+    problems: list[Problem],
+) -> Boxes:
+    """Return the boxes with the column `extra["masks"]`: their masks, each inside its image.
+
+    An object without a mask that can be used becomes a crowd region of its box, with a warning. A crowd region without
+    a mask gets its box as mask. An object without an annotated area gets that of its mask.
+
+    Args:
+        boxes: checked boxes, sorted by image. order: (N,) the number of the annotation of each.
+        file: name of the data. images: the images of the boxes, in the order of these.
+        problems: list to which the problems found are added.
+
+    Raises BadInput: there are objects, but not one mask that can be used.
+    """
+    found: Found = {UNUSABLE: [], REPAIRED: [], OTHER_AREA: [], OTHER_BOX: []}
+    shapes = _usable_shapes(boxes, order, annotations, images, found)
+    sizes_hw = _sizes_hw(boxes, images)
+    has_mask = np.array([shape is not None for shape in shapes], bool)
+    has_size = np.array([size is not None for size in sizes_hw], bool)
+    if len(boxes) and not has_mask.any():
+        fault = f"{file}: none of its {len(boxes)} objects has a mask that can be used; leave model.masks out"
+        first = [message for _, message in found[UNUSABLE][:MAX_NAMED]]
+        raise BadInput([fault, *dict.fromkeys(first)])
+
+    given = np.array(annotations.area, np.float64)[order]
+    is_odd = np.isin(order, list(annotations.odd))  # the area of such an entry was read with its box
+    lacks_area = has_mask & has_size & np.isnan(given) & ~is_odd
+    area = boxes.area.copy()
+    for row in np.flatnonzero(lacks_area).tolist():
+        area[row] = areas([shapes[row]], sizes_hw[row])[0]
+    compared = np.flatnonzero(has_mask & has_size & ~boxes.iscrowd)
+    _compare(compared, shapes, boxes, given, sizes_hw, found)
+
+    for row in np.flatnonzero(~has_mask).tolist():
+        shapes[row] = rectangle(boxes.xyxy[row])
+    problems += _as_problems(found, boxes, images, file)
+    extra = {**boxes.extra, "masks": column_of(shapes)}
+    return replace(boxes, area=area, iscrowd=boxes.iscrowd | ~has_mask, extra=extra)
+
+
+def _sizes_hw(boxes: Boxes, images: Sequence[ImageRow]) -> list[Size | None]:
+    """Return height and width of the image of each box; None for an image without a plausible size, which is reported.
+    """
+    sizes = []
+    for image in images:
+        sides = (image.height, image.width)
+        has_size = all(isinstance(side, int | float) and 0 < side < MAX_MASK_COORDINATE_PX for side in sides)
+        sizes.append((int(image.height), int(image.width)) if has_size else None)
+    return [sizes[index] for index in boxes.image_index.tolist()]
+
+
+def _usable_shapes(
+    boxes: Boxes, order: np.ndarray, annotations: Annotations, images: Sequence[ImageRow], found: Found
+) -> list[Shape]:
+    """Return the mask of each box inside its image, None if it has none that can be used."""
+    shapes = [annotations.masks.get(number) for number in order.tolist()]
+    sizes_hw = _sizes_hw(boxes, images)
+    height, width = np.array([size or (np.inf, np.inf) for size in sizes_hw]).reshape(-1, 2).T
+    area, around = _by_corners(shapes)
+    is_inside = (around[:, :2] >= 0).all(axis=1) & (around[:, 2] <= width) & (around[:, 3] <= height)
+    is_plain = is_inside & (area >= SMALL_PX)
+    has_faults = np.isin(order, list(annotations.mask_faults))
+    for row in np.flatnonzero(~is_plain | has_faults).tolist():
+        faults = list(annotations.mask_faults.get(int(order[row]), ()))
+        if shapes[row] is not None and sizes_hw[row] is not None:
+            shapes[row], fault = _inside(shapes[row], sizes_hw[row])
+            faults += [fault] if fault else []
+        if shapes[row] is not None and faults:
+            found[REPAIRED].append((row, f"mask repaired: {'; '.join(faults)}"))
+        elif shapes[row] is None and not boxes.iscrowd[row]:
+            why = "; ".join(faults) or "there is none"
+            found[UNUSABLE].append((row, f"no usable mask: {why}; the object becomes a crowd region"))
+    return shapes
+
+
+def _inside(shape: Polygons | Rle, size_hw: Size) -> tuple[Shape, str]:
+    """Return a mask inside an image of this size, None if no pixel is left of it, and a phrase if it was changed."""
+    height, width = size_hw
+    image = f"the image of {width} x {height}"
+    if isinstance(shape, Rle):
+        if shape.size_hw != size_hw:
+            return None, f"its run lengths are of {shape.size_hw[1]} x {shape.size_hw[0]} pixels, not of {image}"
+        return (shape, "") if areas([shape], size_hw)[0] else (None, "it is empty")
+    low = min(ring.min() for ring in shape)
+    right, bottom = np.max([ring.max(axis=0) for ring in shape], axis=0)
+    outside = max(-low, right - width, bottom - height)
+    change = ""
+    if outside > ROUNDING_PX:
+        shape = clipped(shape, size_hw)
+        change = f"it exceeds {image}; clipped"
+        if not shape or not areas([shape], size_hw)[0]:
+            return None, f"it lies outside {image}"
+    elif outside > 0:
+        shape = tuple(ring.clip(0, [width, height]) for ring in shape)
+    if polygon_areas(shape).sum() < SMALL_PX and not areas([shape], size_hw)[0]:
+        return None, "it is too thin to have a pixel"
+    return shape, change
+
+
+def mended_areas(boxes: Boxes, images: Sequence[ImageRow]) -> dict[int, float]:
+    """Return, by row, the areas of the masks of those objects whose annotated area differs from it by more than 5 %.
+
+    boxes: with masks, as of `with_masks`. images: of the boxes.
+    """
+    shapes = boxes.extra["masks"].tolist()
+    rows = np.flatnonzero(~boxes.iscrowd)
+    area, _ = _by_corners([shapes[row] for row in rows.tolist()])
+    return _other_areas(rows, area, shapes, boxes.area, _sizes_hw(boxes, images))
+
+
+def _other_areas(
+    rows: np.ndarray, by_corners: np.ndarray, shapes: Sequence[Shape], given: np.ndarray, sizes_hw: Sequence[Size]
+) -> dict[int, float]:
+    """Return, by row, the areas of masks that differ from those given, in these rows.
+
+    by_corners: (R,) areas by the corners. What seems to differ by these may fit the pixels, since polygons may overlap.
+    """
+    found = {}
+    for row in rows[_differs(by_corners, given[rows])].tolist():
+        of_pixels = areas([shapes[row]], sizes_hw[row])
+        if _differs(of_pixels, given[row : row + 1])[0]:
+            found[row] = float(of_pixels[0])
+    return found
+
+
+def _compare(
+    rows: np.ndarray, shapes: Sequence[Shape], boxes: Boxes, given: np.ndarray, sizes_hw: Sequence[Size], found: Found
+) -> None:
+    """Note the rows whose annotated area, or whose box, does not fit the mask.
+
+    given: (N,) annotated areas, NaN if missing.
+    """
+    area, around = _by_corners([shapes[row] for row in rows.tolist()])
+    for row, of_mask in _other_areas(rows, area, shapes, given, sizes_hw).items():
+        message = f"the mask has {of_mask:.0f} pixels, the annotated area is {given[row]:g}; kept"
+        found[OTHER_AREA].append((row, message))
+    for row in rows[_is_other_box(around, boxes.xyxy[rows])].tolist():
+        box = tight_boxes([shapes[row]], sizes_hw[row])
+        if _is_other_box(box, boxes.xyxy[row : row + 1])[0]:
+            message = f"the box is {_written(boxes.xyxy[row])}, the one around its mask {_written(box[0])}; both kept"
+            found[OTHER_BOX].append((row, message))
+
+
+def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
+    """Return areas (N,) and boxes (N, 4) xyxy of polygons, by their corners alone; NaN for all other masks.
+
+    Where polygons of a mask overlap, the area is larger than that of its pixels.
+    """
+    area = np.full(len(shapes), np.nan)
+    around = np.full((len(shapes), 4), np.nan)
+    rows = [row for row, shape in enumerate(shapes) if shape is not None and not isinstance(shape, Rle)]
+    if not rows:
+        return area, around
+    rings = [ring for row in rows for ring in shapes[row]]
+    first_ring = offsets_of([len(shapes[row]) for row in rows])[:-1]
+    first_corner = offsets_of([len(ring) for ring in rings])[first_ring]
+    corners = np.concatenate(rings)
+    area[rows] = np.add.reduceat(polygon_areas(rings), first_ring)
+    around[rows, :2] = np.minimum.reduceat(corners, first_corner)
+    around[rows, 2:] = np.maximum.reduceat(corners, first_corner)
+    return area, around
+
+
+def _differs(area: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Return (N,) bool, True where `area` is NaN, which is to be measured; False where no area is given."""
+    return ~np.isnan(given) & ~(np.abs(area - given) <= AREA_TOLERANCE * given)
+
+
+def _is_other_box(around_xyxy: np.ndarray, xyxy: np.ndarray) -> np.ndarray:
+    """Return (N,) bool, whether an edge of the box is not where that of the mask is; True where that is NaN."""
+    sides = np.tile(xyxy[:, 2:] - xyxy[:, :2], 2)
+    tolerance = np.maximum(BOX_TOLERANCE_PX, BOX_TOLERANCE * sides)
+    return ~(np.abs(around_xyxy - xyxy) <= tolerance).all(axis=1)
+
+
+def _written(xyxy: np.ndarray) -> str:
+    return "[" + ", ".join(f"{value:.1f}" for value in xyxy.tolist()) + "] (xyxy)"
+
+
+def _as_problems(found: Found, boxes: Boxes, images: Sequence[ImageRow], file: str) -> list[Problem]:
+    problems = []
+    for kind, of_rows in found.items():
+        if len(of_rows) > MAX_NAMED:
+            of_objects = int((~boxes.iscrowd).sum())
+            examples = "; ".join(f"annotation {boxes.ids[row]}: {message}" for row, message in of_rows[:3])
+            message = f"{len(of_rows)} of {of_objects} {kind}; the first are {examples}"
+            problems.append(Problem("warning", file, None, None, message))
+            continue
+        for row, message in of_rows:
+            image = images[boxes.image_index[row]]
+            name = image.file_name if isinstance(image.file_name, str) else file
+            problems.append(Problem("warning", name, image.image_id, int(boxes.ids[row]), message))
+    return problems

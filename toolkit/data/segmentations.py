@@ -1,0 +1,199 @@
+"""Masks as annotation files write them, read into `toolkit.base.masks.Shape`."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+
+from toolkit.base.masks import Polygons, Rle, Shape
+
+LEAST_CORNERS = 3
+MAX_MASK_COORDINATE_PX = 1e6  # pixels; larger values are not places in pictures
+NUMBER_TYPES = {int, float}
+
+
+def shape_of(segmentation: object) -> tuple[Shape, list[str]]:
+    """Read a value of COCO's key `segmentation`.
+
+    segmentation: a list of polygons [x1, y1, x2, y2, ...] in pixels, or {"size": [height, width], "counts": run lengths
+        as a list of whole numbers or as COCO's compressed text}; None and an empty list are no mask.
+
+    Returns the mask, None if there is none that can be used, and a phrase for each fault. A polygon with faults is left
+    out; the others make up the mask.
+    """
+    if segmentation is None or segmentation == []:
+        return None, []
+    if isinstance(segmentation, Mapping):
+        return _run_lengths(segmentation)
+    if not isinstance(segmentation, list):
+        return None, [f"`segmentation` is {segmentation!r}; expected polygons or run lengths"]
+    if all(type(value) in NUMBER_TYPES for value in segmentation):
+        segmentation = [segmentation]  # some tools write a single polygon without the outer list
+    if _are_plain(segmentation):
+        return tuple(np.array(flat, np.float64).reshape(-1, 2) for flat in segmentation), []
+    rings = []
+    faults = []
+    for number, flat in enumerate(segmentation, start=1):
+        fault = _ring_fault(flat)
+        if fault:
+            which = f"polygon {number} of {len(segmentation)}" if len(segmentation) > 1 else "the polygon"
+            faults.append(f"{which} {fault}")
+        else:
+            rings.append(np.array(flat, np.float64).reshape(-1, 2))
+    return tuple(rings) or None, faults
+
+
+def _are_plain(polygons: list) -> bool:
+    """Return True, at little cost, if all polygons are usable, as in most files; False if they may not be."""
+    if set(map(type, polygons)) != {list}:
+        return False
+    lengths = list(map(len, polygons))
+    if min(lengths) < 2 * LEAST_CORNERS or any(length % 2 for length in lengths):
+        return False
+    numbers = list(chain.from_iterable(polygons))
+    if not NUMBER_TYPES.issuperset(map(type, numbers)):
+        return False
+    # NaN fails both comparisons.
+    return all(-MAX_MASK_COORDINATE_PX < number < MAX_MASK_COORDINATE_PX for number in numbers)
+
+
+def _ring_fault(flat: object) -> str:
+    """Describe what is wrong with a polygon [x1, y1, x2, y2, ...]; "" if nothing is."""
+    if not isinstance(flat, list):
+        return f"is {flat!r}; expected a list [x1, y1, x2, y2, ...]"
+    if not all(type(value) in NUMBER_TYPES for value in flat):
+        return "has something that is not a number"
+    if len(flat) % 2:
+        return f"has {len(flat)} numbers; expected pairs of x and y"
+    if len(flat) < 2 * LEAST_CORNERS:
+        points = len(flat) // 2
+        return f"has {points} {'point' if points == 1 else 'points'}; expected at least three"
+    if not all(-MAX_MASK_COORDINATE_PX < value < MAX_MASK_COORDINATE_PX for value in flat):
+        return "has a coordinate that is not finite or lies far outside any picture"
+    return ""
+
+
+def _run_lengths(segmentation: Mapping) -> tuple[Shape, list[str]]:
+    size = segmentation.get("size")
+    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(type(side) is int and side > 0 for side in size)
+    if not is_pair:
+        return None, [f"`size` of the run lengths is {size!r}; expected [height, width]"]
+    height, width = size
+    counts = segmentation.get("counts")
+    runs = None
+    if isinstance(counts, list):
+        if all(type(run) is int and 0 <= run <= height * width for run in counts):
+            runs = np.array(counts, np.int64)
+    elif isinstance(counts, str | bytes):
+        runs = decompressed(counts)
+    else:
+        return None, [f"`counts` of the run lengths is {counts!r}; expected a list of whole numbers or a text"]
+    if runs is None or (runs < 0).any():
+        return None, ["the run lengths cannot be read"]
+    # Checked here, since pycocotools writes as many pixels as the runs say.
+    if runs.sum() != height * width:
+        return None, [f"the run lengths cover {runs.sum()} pixels; their size {height} x {width} has {height * width}"]
+    if isinstance(counts, list):
+        from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
+
+        return Rle((height, width), coco_mask.frPyObjects(dict(segmentation), height, width)["counts"]), []
+    return Rle((height, width), counts.encode() if isinstance(counts, str) else counts), []
+
+
+def decompressed(counts: str | bytes) -> np.ndarray | None:
+    """Return the run lengths (R,) int64 of COCO's compressed text; None if it is not such a text.
+
+    After pycocotools' `rleFrString`: five bits a sign, the sixth says that the number goes on, and from the fourth
+    number on each is the difference to the one before the last.
+    """
+    try:
+        signs = np.frombuffer(counts.encode("ascii") if isinstance(counts, str) else counts, np.uint8).astype(np.int64)
+    except UnicodeEncodeError:
+        return None
+    signs = signs - 48
+    if not len(signs) or (signs < 0).any() or (signs > 63).any() or signs[-1] & 32:
+        return None
+    is_last = (signs & 32) == 0
+    ends = np.flatnonzero(is_last)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > 10:  # more than 50 bits
+        return None
+    place = np.arange(len(signs)) - np.repeat(starts, lengths)
+    values = np.add.reduceat((signs & 31) << (5 * place), starts)
+    is_negative = (signs[ends] & 16) != 0
+    values -= np.where(is_negative, np.int64(1) << (5 * lengths), 0)
+    values[1::2] = np.cumsum(values[1::2])
+    values[2::2] = np.cumsum(values[2::2])
+    return values
+
+
+def to_segmentation(shape: Shape) -> list | dict:
+    """Return a mask as a value of COCO's key `segmentation`, which `shape_of` reads; [] for None.
+
+    Whole numbers are written without a decimal point, and all others with every digit.
+    """
+    if shape is None:
+        return []
+    if isinstance(shape, Rle):
+        return {"size": list(shape.size_hw), "counts": shape.counts.decode("ascii")}
+    polygons = []
+    for ring in shape:
+        flat = ring.ravel().tolist()
+        polygons.append([int(value) if value.is_integer() else value for value in flat])
+    return polygons
+
+
+def clipped(rings: Polygons, size_hw: tuple[int, int]) -> Polygons:
+    """Return polygons cut to a picture of this size, without those of which less than three corners are left.
+
+    After Sutherland and Hodgman, "Reentrant polygon clipping" (1974): parts of a polygon that the cut separates stay
+    joined by edges on the border, which enclose no area.
+    """
+    height, width = size_hw
+    inside = []
+    for ring in rings:
+        for axis, limit, sign in ((0, 0.0, 1), (0, float(width), -1), (1, 0.0, 1), (1, float(height), -1)):
+            ring = _cut_at(ring, axis, limit, sign)
+        if len(ring) >= LEAST_CORNERS:
+            inside.append(ring)
+    return tuple(inside)
+
+
+def _cut_at(ring: np.ndarray, axis: int, limit: float, sign: int) -> np.ndarray:
+    """Return the part of a ring (P, 2) where sign * coordinate >= sign * limit on this axis."""
+    depth = sign * (ring[:, axis] - limit)  # of each corner inside
+    if not len(ring) or (depth >= 0).all():
+        return ring
+    corners = []
+    for at, corner in enumerate(ring):
+        before = ring[at - 1]
+        if (depth[at] >= 0) != (depth[at - 1] >= 0):
+            share = depth[at - 1] / (depth[at - 1] - depth[at])
+            crossing = before + share * (corner - before)
+            crossing[axis] = limit
+            corners.append(crossing)
+        if depth[at] >= 0:
+            corners.append(corner)
+    return np.array(corners).reshape(-1, 2)
+
+
+def rectangle(xyxy: Sequence[float]) -> Polygons:
+    """Return a box as a polygon."""
+    left, top, right, bottom = map(float, xyxy)
+    return (np.array([[left, top], [right, top], [right, bottom], [left, bottom]]),)
+
+
+def polygon_areas(rings: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the area that each of R rings (P, 2) encloses by its corners, in square pixels, (R,) float64."""
+    if not len(rings):
+        return np.zeros(0)
+    lengths = np.array([len(ring) for ring in rings])
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    corners = np.concatenate(rings)
+    following = np.arange(1, len(corners) + 1)
+    following[starts + lengths - 1] = starts
+    x, y = corners.T
+    doubled = np.add.reduceat(x * y[following] - x[following] * y, starts)
+    return np.abs(doubled) / 2
+
