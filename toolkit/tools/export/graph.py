@@ -211,7 +211,8 @@ def _symbolic_len(of):
 
 
 def same_padding(side: int, kernel_size: int, stride: int, dilation: int) -> int:
-    """Return the padding in pixels of `timm.layers.padding.get_same_padding`, computed in integers for a shorter trace."""
+    """Return the padding in pixels of `timm.layers.padding.get_same_padding`, computed in integers for a shorter trace.
+    """
     reach = dilation * (kernel_size - 1) + 1
     missing = (side + stride - 1) // stride * stride - side + reach - stride  # from reach - stride to reach - 1
     if reach == 1:

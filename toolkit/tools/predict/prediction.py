@@ -25,6 +25,7 @@ from toolkit.detectors.scene_graphs.formats import relations_as_json, without_gr
 from toolkit.evaluation.predict_dataset import run_lengths
 from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined, selected_masks
 from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner
+from toolkit.tools.export.masks import ExportedMasks
 
 IMAGES_PER_CHUNK = 8
 DEFAULT_THRESHOLD = 0.3
@@ -280,7 +281,7 @@ def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
                 found |= _relations_among(keep, len(scores), *further)
             yield found
 
-    return _loop(partial(resized, about.size), find)
+    return _loop(partial(resized, about.size), find, partial(run_lengths, ExportedMasks(about)))
 
 
 def _relations_among(
