@@ -22,7 +22,8 @@ IMAGES are files, folders (searched recursively), quoted patterns, URLs and vide
                                  "bbox": [x, y, width, height]}, ...]}, ...],
      "errors": [{"file_name": "holiday/b.jpg", "error": "image data truncated"}, ...]}
 
-with the ids and names of the training data and boxes in pixels of the upright image, best first. A scene-graph detector
+with the ids and names of the training data and boxes in pixels of the upright image, best first. A detector of masks
+adds "segmentation" to each detection: COCO's run lengths, or with --polygons the polygons. A scene-graph detector
 (sgdet) adds "relations": [{"subject": i, "object": j, "predicate": "on", "score": 0.61}, ...] for each image, the 100
 best, where i and j are positions in its detections. Pictures show the best relations as arrows (--relations,
 --relation-score) and say how many are not drawn. A model of predcls or sgcls needs the boxes of a COCO file (--boxes).
@@ -55,6 +56,7 @@ from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (
     OUTPUT_FORMATS,
+    WITHOUT_MASKS,
     check_output_folder,
     clear_outputs,
     images_root,
@@ -106,6 +108,9 @@ def predict(arguments: argparse.Namespace) -> int:
         kept = [named[path] for path in names if path not in errors]
         write_outputs(document, labelled, kept, arguments.format, arguments.out)
         print(prediction_summary(document, arguments.out))
+        for name in WITHOUT_MASKS:
+            if name in arguments.format and "masks" in labelled.boxes.extra:
+                print(f"{name} has only the boxes: it cannot hold the masks")
         if "coco" in arguments.format and labelled.images:
             print(f"to train on: --data.train {arguments.out}/dataset.json --data.image_dir {images_root(labelled)}")
     return 1 if errors else 0
@@ -134,8 +139,8 @@ def with_threshold(predictor: Predictor, threshold: float | str) -> tuple[Predic
 
 
 def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: list[Path]) -> None:
-    """Check the options on given boxes and on graphs. Raises BadInput for options that the model cannot use, and if it
-    needs boxes that are not given."""
+    """Check the options on given boxes, masks and graphs. Raises BadInput for options that the model cannot use, and if
+    it needs boxes that are not given."""
     if predictor.given and (arguments.boxes is None or videos or arguments.camera is not None):
         mode = {"boxes": "sgcls"}.get(predictor.given, "predcls")
         raise BadInput(
@@ -144,6 +149,8 @@ def check_given(arguments: argparse.Namespace, predictor: Predictor, videos: lis
         )
     if arguments.boxes and not predictor.given:
         raise BadInput(f"--boxes {arguments.boxes}: {predictor.source} finds boxes by itself; leave it out")
+    if arguments.polygons and not predictor.masks:
+        raise BadInput(f"--polygons: {predictor.source} finds boxes, not masks; leave it out")
     flags = ["--all-scores"] * arguments.all_scores
     flags += [f"--format {name}" for name in arguments.format if name in GRAPH_SUFFIXES]
     flags += ["--no-graph-constraint"] * arguments.no_graph_constraint
@@ -176,7 +183,8 @@ def predict_and_draw(
             continue
         height, width = prediction.image.shape[-2:]
         entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
-        entry |= predictor.as_json(prediction.found, arguments.all_scores, not arguments.no_graph_constraint)
+        how = {"graph_constraint": not arguments.no_graph_constraint, "polygons": arguments.polygons}
+        entry |= predictor.as_json(prediction.found, arguments.all_scores, **how)
         detections[path] = prediction.found
         entries[path] = entry
         if pictures:
@@ -255,6 +263,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--format", nargs="+", choices=OUTPUT_FORMATS, default=["json"], help="files to write (default json)"
     )
+    outlines = "write masks in predictions.json as polygons around their pixels, not as run lengths"
+    parser.add_argument("--polygons", action="store_true", help=outlines)
     parser.add_argument("--boxes", type=Path, metavar="FILE", help="COCO file with the given boxes of a graph model")
     parser.add_argument("--all-scores", action="store_true", help="write the scores of all predicates of each pair")
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from mask_data import coco_document, pixels_of, random_masks, with_masks
 from PIL import Image
 from pycocotools.coco import COCO
@@ -16,22 +18,25 @@ from pycocotools.cocoeval import COCOeval
 from report_data import SIZE, table_of
 from torch import nn
 
-from scripts import evaluate, report, train_faster_rcnn
+from scripts import evaluate, predict, report, train_faster_rcnn
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap, rles_of
 from toolkit.data.annotations import ImageRow
+from toolkit.data.pipeline import val_transform, validation_loader
+from toolkit.data.segmentations import shape_of
 from toolkit.data.table import Category, LabelledImages
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.evaluation.draw import Mark, draw_marks, picture_of, picture_with_boxes
 from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
 from toolkit.evaluation.predictions import boxes_of, joined, write_predictions
-from toolkit.models import DetectorOptions
+from toolkit.models import DetectorOptions, build_detector
 from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.validation import check_metric
+from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.predict.prediction import Predictor, of_classes, own_predict
 from toolkit.tools.predict.tiles import flipped, tiled
@@ -43,6 +48,7 @@ from toolkit.tools.report.judgement import judge
 from toolkit.tools.report.write import write_comparison, write_page
 from toolkit.tools.trackers.weights_and_biases import _image
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = [f"segm_{name}" for name in COCO_METRICS]
 
 
@@ -386,3 +392,38 @@ def test_scripts_judge_the_masks_of_another_program(tmp_path, capsys):
     assert evaluate.main(words) == 0
     printed = capsys.readouterr().out
     assert "only its boxes are judged, not its masks: " in printed and "segm_AP" not in printed
+
+
+def test_a_detector_of_masks_from_its_folder_to_all_files(tmp_path, capsys):
+    torch.manual_seed(0)
+    settings = yaml.safe_load((ROOT / "configs/faster_rcnn/shapes.yaml").read_text())["model"]
+    settings |= {"masks": True, "score_threshold": 0.0}
+    table, _ = random_masks(tmp_path / "data", 3, 2, draw=True, size=(96, 96))
+    detector = build_detector(**settings, class_names=table.class_names).eval()
+    detector.save_final(tmp_path / "final", table.categories)
+    flags = ["--score-threshold", "0.05", "--max-detections", "5", "--device", "cpu"]
+    found = tmp_path / "found"
+    words = [str(tmp_path / "final"), str(tmp_path / "data" / "0.png"), "--out", str(found), "--polygons", *flags]
+    assert predict.main([*words, "--format", "json", "coco", "csv", "yolo"]) == 0
+    assert "csv has only the boxes: it cannot hold the masks" in capsys.readouterr().out
+    (image,) = json.loads((found / "predictions.json").read_text())["images"]
+    results = json.loads((found / "results.json").read_text())
+    annotated = json.loads((found / "dataset.json").read_text())["annotations"]
+    assert len(image["detections"]) == len(results) == 5
+    predictor = open_predictor(tmp_path / "final", max_detections=5)
+    pixels = predictor(Image.open(tmp_path / "data" / "0.png"), 0.05)
+    for row, (one, result) in enumerate(zip(image["detections"], results, strict=True)):
+        mask = rle_of_json(result["segmentation"])
+        assert np.array_equal(bitmap(mask, (96, 96)), pixels["masks"][row])
+        again, faults = shape_of(one["segmentation"])
+        assert not faults and np.array_equal(bitmap(again, (96, 96)), pixels["masks"][row])  # to the pixel
+    for annotation in annotated:
+        assert annotation["area"] == bitmap(rle_of_json(annotation["segmentation"]), (96, 96)).sum()
+    assert predict.main([*words, "--tile", "48", "--overwrite"]) == 2
+    assert "masks are not merged" in capsys.readouterr().err
+
+    loader = validation_loader(table, val_transform(128, None, None), batch_size=2, workers=0, stride=detector.stride)
+    by_image = predict_dataset(detector, loader, "cpu", top_k=10).by_image
+    row = CocoEvaluator(table).evaluate(by_image)
+    assert row["segm_AP"] is not None and all(len(each["masks"]) == len(each["boxes"]) for each in by_image.values())
+    assert by_image[10]["masks"][0].size_hw == (96, 96)

@@ -83,6 +83,7 @@ def export_detector(
         top_k,
         without_machine(source),
         max_detections=kept,
+        masks=graph.masks,
     )
     return _write(program, Path(folder), formats, about, say), graph
 

@@ -14,6 +14,7 @@ from toolkit.tools.export.exported_files import open_exported
 
 # Largest differences due to rounding: of a score, and of a corner in units of the image's longer side.
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-4, 1e-4
+MASK_TOLERANCE = 1e-3  # of the probability of a cell
 MIN_MATCHED_SHARE = 0.98  # share of the detections that must be found again; among equal scores, others may be kept
 BATCH_SIZES = (1, 2, 5)
 
@@ -26,14 +27,18 @@ class OutputDifference:
         matched: share of the detections in the first set that the second set has too.
         score, box: largest differences of a score and of a box coordinate among these detections; the coordinate in
             units of the image's longer side.
+        mask: largest difference of a mask's probability among these detections; None: there are no masks.
     """
 
     matched: float
     score: float
     box: float
+    mask: float | None = None
 
     def __str__(self) -> str:
-        return f"scores {self.score:.1e}, boxes {self.box:.1e} of the image's side, {self.matched:.1%} found again"
+        masks = "" if self.mask is None else f"masks {self.mask:.1e}, "
+        boxes = f"boxes {self.box:.1e} of the image's side"
+        return f"scores {self.score:.1e}, {boxes}, {masks}{self.matched:.1%} found again"
 
     @property
     def is_rounding(self) -> bool:
@@ -67,15 +72,17 @@ def compare_outputs(expected, outputs, side: int) -> OutputDifference:
     """Compare two sets of detections on the same images.
 
     Detections are matched, because equal scores come in any order: two match if their labels are equal, their scores
-    differ by at most `SCORE_TOLERANCE`, and their boxes by at most `BOX_TOLERANCE`.
+    differ by at most `SCORE_TOLERANCE`, their boxes by at most `BOX_TOLERANCE`, and their masks by at most
+    `MASK_TOLERANCE`.
 
     Args:
-        expected, outputs: boxes (B, K, 4), scores (B, K) and labels (B, K) of each set, for K rows per image.
+        expected, outputs: boxes (B, K, 4), scores (B, K), labels (B, K) and perhaps masks (B, K, h, w) of each set, for
+            K rows per image.
         side: longer side of the images in pixels.
     """
-    boxes, scores, labels = expected
+    boxes, scores, labels, *masks = expected
     unit = boxes.abs().amax(-1).clamp(min=side)  # a box far outside is compared in its own size
-    other_boxes, other_scores, other_labels = outputs
+    other_boxes, other_scores, other_labels, *other_masks = outputs
     apart = (boxes[:, :, None] - other_boxes[:, None]).abs().amax(-1) / unit[..., None]  # (B, K, K)
     of_score = (scores[:, :, None] - other_scores[:, None]).abs()
     same_label = labels[:, :, None] == other_labels[:, None]
@@ -83,6 +90,12 @@ def compare_outputs(expected, outputs, side: int) -> OutputDifference:
     nearest = (apart + of_score).masked_fill(~near, torch.inf).min(dim=2)
     real = scores > 0
     matched = real & nearest.values.isfinite()
+    of_mask = None
+    if masks:
+        index = nearest.indices[..., None, None].expand(-1, -1, *masks[0].shape[2:])
+        by_mask = (masks[0] - other_masks[0].gather(1, index)).abs().amax((2, 3))  # (B, K)
+        matched &= by_mask <= MASK_TOLERANCE
+        of_mask = by_mask[matched].max().item() if matched.any() else 0.0
     if not matched.any():
         return OutputDifference(float(not real.any()), 0.0, 0.0)
     partner = nearest.indices[..., None]
@@ -92,6 +105,7 @@ def compare_outputs(expected, outputs, side: int) -> OutputDifference:
         (matched.sum() / real.sum()).item(),
         of_score.max().item(),
         apart.max().item(),
+        of_mask,
     )
 
 

@@ -1,6 +1,6 @@
 """Writes and runs exported detectors as files of ONNX, torch.export and OpenVINO.
 
-A runner is a function from images uint8 (B, 3, H, W) to boxes, scores and labels, as NumPy arrays; see
+A runner is a function from images uint8 (B, 3, H, W) to boxes, scores, labels and perhaps masks, as NumPy arrays; see
 `toolkit.tools.export.graph.PixelsToBoxes`.
 """
 
@@ -44,6 +44,7 @@ class ExportMetadata:
         image: description of the input.
         max_detections: number of detections of an image that an evaluation keeps.
         predicates: names of the predicates of a scene graph; empty for a detector.
+        masks: see `toolkit.tools.export.graph.PixelsToBoxes`.
     """
 
     architecture: str
@@ -57,9 +58,12 @@ class ExportMetadata:
     image: str = "uint8 (B, 3, H, W), RGB"
     max_detections: int = 100
     predicates: Sequence[str] = ()
+    masks: str = ""
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        if self.masks:
+            return (*OUTPUT_NAMES, "masks")
         return (*OUTPUT_NAMES, *GRAPH_OUTPUT_NAMES) if self.predicates else OUTPUT_NAMES
 
     def to_text(self) -> str:
@@ -191,6 +195,8 @@ def _held_to(about: ExportMetadata, run: Runner, path: Path) -> Runner:
                 f"{shapes[2]} up to {largest}; expected (B, K, 4), (B, K) and (B, K) below {classes}"
             )
         _check_relations(path, outputs[3:], rows, about)
+        if about.masks and (np.ndim(outputs[3]) != 4 or np.shape(outputs[3])[:2] != rows):
+            raise BadInput(f"{path}: its masks are {np.shape(outputs[3])}; expected (B, K, h, w) of its {rows} boxes")
         return outputs
 
     return checked
@@ -255,4 +261,4 @@ def _open_openvino(path: Path) -> tuple[Runner, ExportMetadata]:
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino.compile_model(model, "CPU", settings)
     about = ExportMetadata.from_text(text, path)
-    return lambda images: tuple(np.array(compiled([images])[name]) for name in OUTPUT_NAMES), about
+    return lambda images: tuple(np.array(compiled([images])[name]) for name in about.outputs), about

@@ -21,8 +21,9 @@ class FasterRcnnGraph(PixelsToBoxes):
     def __init__(self, detector: nn.Module, top_k: int):
         super().__init__(detector, top_k)
         self.smallest_side = max(33, 2 * detector.stride + 1)  # one more map is pooled from the coarsest one
+        self.masks = "box" if detector.predicts_masks else ""
 
-    def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def found(self, images: Tensor, sizes: Tensor) -> tuple:
         detector = self.detector
         features = detector.backbone(normalize_images(images, sizes, detector.mean, detector.std))
         proposals, objectness = self._proposals(features, sizes)
@@ -35,11 +36,25 @@ class FasterRcnnGraph(PixelsToBoxes):
         boxes = boxes.unflatten(0, (-1, count))  # (B, P, C, 4)
         scores = logits.float().softmax(-1)[:, 1:]
         scores = scores.unflatten(0, (-1, count))
-        return detector.best_detections(
+        found = detector.best_detections(
             boxes,
             scores.where((objectness > 0)[..., None], 0),
             sizes,
         )
+        if not detector.predicts_masks:
+            return found
+        boxes, _, labels = found
+        return *found, {"masks": self._masks(features, boxes, labels)}
+
+    def _masks(self, features, boxes: Tensor, labels: Tensor) -> Tensor:
+        """Return the masks (B, K, 28, 28) of detections, computed for empty rows too, whose number is not known."""
+        heads = self.detector.roi_heads
+        pooled = pool_where(heads.mask_roi_pool, features, boxes, labels >= 0)
+        logits = heads.mask_predictor(heads.mask_head(pooled)).float()  # (B * K, 1 + C, 28, 28)
+        classes = (1 + labels).flatten()
+        index = classes[:, None, None, None].expand(-1, 1, *logits.shape[2:])
+        masks = logits.gather(1, index)[:, 0].sigmoid()
+        return masks.unflatten(0, (-1, labels.shape[1]))
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return P boxes per image (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty

@@ -23,9 +23,11 @@ class PixelsToBoxes(nn.Module):
     """A detector in evaluation mode as one function, with everything before and after its network.
 
     forward(images uint8 (B, 3, H, W) RGB) -> boxes (B, K, 4) float32 xyxy in pixels of these images, scores (B, K) and
-    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1.
+    labels (B, K) int64, best first; K = top_k. A row without a detection has score 0 and label -1. Of a detector with
+    masks also masks (B, K, h, w) float32, probabilities.
 
     Attributes:
+        masks: what h and w divide: "image", or "box" that of the detection; "": there are no masks.
         sides: image sides that the function accepts, see `exported_sides` of `Detector`.
         smallest_side: smallest side in pixels for which the function can be traced for several image sizes.
     """
@@ -35,11 +37,12 @@ class PixelsToBoxes(nn.Module):
         self.detector = detector
         self.top_k = top_k
         self.sides = detector.exported_sides
+        self.masks = "image" if detector.predicts_masks else ""
         # In pixels, for images of several sizes: a map of a single cell would be traced as always having one.
         self.smallest_side = 2 * detector.stride if self.sides == "multiples" else max(33, detector.stride + 1)
 
-    def found(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return boxes, scores and labels of the detector's `decode`; sides of images must be multiples of its stride.
+    def found(self, images: Tensor, sizes: Tensor) -> tuple:
+        """Return the result of the detector's `decode`; sides of images must be multiples of its stride.
 
         sizes: (B, 2) height and width without padding.
         """
@@ -63,29 +66,35 @@ class PixelsToBoxes(nn.Module):
             images = pad(images, (0, columns * stride - width, 0, rows * stride - height))
         return images, sizes
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        boxes, scores, labels = self.found(*self.prepared(images))
-        boxes, scores, labels = best(
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        boxes, scores, labels, *further = self.found(*self.prepared(images))
+        masks = [further[0]["masks"]] if self.masks else []
+        boxes, scores, labels, *masks = best(
             boxes,
             scores.where(labels >= 0, 0),
             labels,
             self.top_k,
+            *masks,
         )
-        return boxes, scores, labels.where(scores > 0, -1)
+        return boxes, scores, labels.where(scores > 0, -1), *masks
 
 
-def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int, *grids: Tensor) -> tuple[Tensor, ...]:
     """Return the `count` rows of each image with the highest scores, best first; missing rows are filled with zeros.
 
-    boxes are (B, K, 4), scores and labels (B, K). Exporters have no stable sort, so the order of equal scores depends
-    on the runtime.
+    boxes are (B, K, 4), scores and labels (B, K), grids (B, K, h, w). Exporters have no stable sort, so the order of
+    equal scores depends on the runtime.
     """
     more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
     boxes = pad(boxes, (0, 0, 0, more))
     scores = pad(scores, (0, more))
     labels = pad(labels, (0, more))
     scores, order = scores.topk(count, dim=1)
-    return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order)
+    ordered = []
+    for grid in grids:
+        index = order[..., None, None].expand(-1, -1, *grid.shape[2:])
+        ordered.append(pad(grid, (0, 0, 0, 0, 0, more)).gather(1, index))
+    return boxes.gather(1, order[..., None].expand(-1, -1, 4)), scores, labels.gather(1, order), *ordered
 
 
 def copy_for_files(detector: nn.Module) -> nn.Module:

@@ -127,7 +127,7 @@ def open_predictor(
             f"--max-detections {max_detections}: {source} gives {about.top_k} rows for an image; export it again with "
             f"--top-k {max_detections}"
         )
-    known = {"thresholds": {"": about.score_threshold}, "size": about.size}
+    known = {"thresholds": {"": about.score_threshold}, "size": about.size, "masks": bool(about.masks)}
     known["max_detections"] = max_detections or about.max_detections
     predict = predict_with(run, about, max_detections)
     return Predictor(str(path), list(about.categories), predict, about.predicates, **known)

@@ -19,6 +19,7 @@ from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 # The files and folders that `scripts/predict.py` writes.
 OUTPUT_FILES = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv")
 OUTPUT_FILES += ("uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
+WITHOUT_MASKS = ("voc", "csv")  # formats that cannot hold masks
 OUTPUT_FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
@@ -39,7 +40,8 @@ def write_outputs(
             COCO's list of results, and `dataset.json`, see `write_data_set`. yolo: a text file for each image with
             class, centre and size as fractions of the image, and score. voc: an XML file for each image. csv: a row
             for each detection. dot (Graphviz) and networkx (its node-link JSON), for scene graphs: a file for each
-            image in graphs/. Boxes in yolo, voc and csv are clipped to their image.
+            image in graphs/. Boxes in yolo, voc and csv are clipped to their image. Masks are written by json, jsonl
+            and coco, and by yolo as a polygon in place of the box, but not by `WITHOUT_MASKS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     inside = clip_detections(detections)  # for formats of data sets, whose readers refuse boxes outside the image

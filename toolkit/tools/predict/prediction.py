@@ -14,15 +14,18 @@ from tqdm import tqdm
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap
+from toolkit.base.outlines import polygons_of
 from toolkit.base.text import shown
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
+from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
 from toolkit.evaluation.predict_dataset import run_lengths
 from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined, selected_masks
 from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner
+from toolkit.tools.export.masks import ExportedMasks
 
 IMAGES_PER_CHUNK = 8
 DEFAULT_THRESHOLD = 0.3
@@ -91,15 +94,21 @@ class Predictor:
                 found["masks"] = _pixels(found["masks"], tuple(picture.shape[-2:]))
         return detections if several else detections[0]
 
-    def as_json(self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True) -> dict:
+    def as_json(
+        self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True, polygons: bool = False
+    ) -> dict:
         """Return the detections of an image in the form of predictions.json: `detections`, and `relations` of a scene
         graph.
 
         Args:
             all_scores: add the scores of all predicates to each relation.
             graph_constraint: True: one relation for each pair; False: a pair can have several predicates.
+            polygons: masks are the outlines of their pixels, not run lengths.
         """
         entry = {"detections": detections_as_json(detections, self.categories, self.attributes)}
+        if polygons and "masks" in detections:
+            for one, mask in zip(entry["detections"], detections["masks"], strict=True):
+                one["segmentation"] = to_segmentation(polygons_of(mask, mask.size_hw))
         if "pairs" in detections:
             graph = detections if graph_constraint else without_graph_constraint(detections)
             entry["relations"] = relations_as_json(graph, self.predicates, all_scores)
@@ -261,14 +270,18 @@ def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
     def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Detections]:
         batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
-        for boxes, scores, labels, *relations, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
+        for boxes, scores, labels, *further, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
             height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
             keep = ((labels >= 0) & (scores > score_threshold)).nonzero()[:top_k, 0]  # they are best first
             boxes = boxes[keep] * torch.tensor([width, height, width, height])
             found = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
-            yield found | (_relations_among(keep, len(scores), *relations) if relations else {})
+            if about.masks:
+                found["masks"] = further[0][keep]
+            elif further:
+                found |= _relations_among(keep, len(scores), *further)
+            yield found
 
-    return _loop(partial(resized, about.size), find)
+    return _loop(partial(resized, about.size), find, partial(run_lengths, ExportedMasks(about)))
 
 
 def _relations_among(

@@ -1,0 +1,24 @@
+"""The pixels of masks that an exported file gives."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from toolkit.tools.export.exported_files import ExportMetadata
+
+
+@dataclass
+class ExportedMasks:
+    """What an exported file stands in for where masks are made pixels. about: metadata of the file."""
+
+    about: ExportMetadata
+
+    def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
+        """Return what `Detector.paste_masks` of the exported detector does."""
+        if self.about.masks == "box":
+            from toolkit.detectors.faster_rcnn.mask_branch import pasted  # not both families for one file
+
+            return pasted(masks, boxes_xyxy, size_hw)
+        from toolkit.detectors.detr.rf_detr_masks import pasted
+
+        return pasted(masks, size_hw)
