@@ -13,6 +13,7 @@ import torch
 import yaml
 from mask_data import coco_document, pixels_of, random_masks, with_masks
 from PIL import Image
+from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from report_data import SIZE, table_of
@@ -427,3 +428,17 @@ def test_a_detector_of_masks_from_its_folder_to_all_files(tmp_path, capsys):
     row = CocoEvaluator(table).evaluate(by_image)
     assert row["segm_AP"] is not None and all(len(each["masks"]) == len(each["boxes"]) for each in by_image.values())
     assert by_image[10]["masks"][0].size_hw == (96, 96)
+
+
+def test_run_lengths_are_those_of_pycocotools():
+    rng = np.random.default_rng(0)
+    for height, width in ((1, 1), (1, 7), (7, 1), (5, 6), (8, 3)):
+        for share in (0, 0.1, 0.5, 0.9, 1):
+            pixels = rng.random((40, height, width)) < share
+            expected = coco_mask.encode(np.asfortranarray(pixels.transpose(1, 2, 0).astype(np.uint8)))
+            found = rles_of(torch.from_numpy(pixels))
+            assert [mask.as_coco() for mask in found] == expected
+    column = torch.zeros(1, 4, 5)
+    column[0, :, 2:4] = 7.0  # whole columns, not 0 inside
+    assert rles_of(column)[0].as_coco() == coco_mask.encode(np.asfortranarray(column[0].numpy() > 0).astype(np.uint8))
+    assert rles_of(torch.zeros(0, 4, 5)) == []

@@ -187,12 +187,43 @@ def bitmap(shape: Shape, size_hw: Size) -> np.ndarray:
 
 
 def rles_of(pixels: Tensor) -> list[Rle]:
-    """Return masks (N, H, W) on the CPU, true or not 0 inside, as run lengths."""
+    """Return masks (N, H, W) on the CPU, true or not 0 inside, as run lengths, those of `pycocotools.mask.encode`.
+
+    Only the pixels in the box around each mask are looked at one by one, since most masks are small.
+    """
     from pycocotools import mask as coco_mask
 
-    size_hw = tuple(pixels.shape[-2:])
-    columns_first = np.asfortranarray(pixels.bool().permute(1, 2, 0).numpy().astype(np.uint8))
-    return [Rle(size_hw, each["counts"]) for each in coco_mask.encode(columns_first)]
+    height, width = size_hw = tuple(pixels.shape[-2:])
+    encoded = []
+    for mask in pixels.bool().contiguous().view(torch.uint8).numpy():
+        counts = np.diff(_changes(mask), prepend=0, append=height * width).tolist()
+        if counts[-1] == 0:
+            del counts[-1]
+        runs = {"size": [height, width], "counts": counts}
+        encoded.append(Rle(size_hw, coco_mask.frPyObjects(runs, height, width)["counts"]))
+    return encoded
+
+
+def _changes(mask: np.ndarray) -> np.ndarray:
+    """Return where a mask (H, W) of 0 and 1 changes, column by column, as ascending numbers of pixels.
+
+    The first change is from 0 to 1: a mask that begins with 1 has it at 0.
+    """
+    height = len(mask)
+    columns = np.flatnonzero(np.bitwise_or.reduce(mask, axis=0))
+    if not len(columns):
+        return columns
+    left = columns[0]
+    part = mask[:, left : columns[-1] + 1]
+    rows = np.flatnonzero(np.bitwise_or.reduce(part, axis=1))
+    top = rows[0]
+    part = part[top : rows[-1] + 1]
+    framed = np.pad(part.T, ((0, 0), (1, 1)))  # every column begins and ends with 0
+    column, row = np.nonzero(framed[:, 1:] != framed[:, :-1])
+    changes = (left + column) * height + top + row
+    # Where a run goes on at the top of the next column, it ends and begins at the same pixel.
+    goes_on = np.flatnonzero(changes[1:] == changes[:-1])
+    return np.delete(changes, np.concatenate([goes_on, goes_on + 1]))
 
 
 def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
