@@ -6,6 +6,7 @@ from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, bitmap
 
 Corner = tuple[int, int]  # x, y
 
+
 def polygons_of(shape: Shape, size_hw: Size) -> Polygons:
     """Return a mask in a picture of this size as polygons: as it is, or of run lengths the outlines of the pixels."""
     if isinstance(shape, Rle):

@@ -15,7 +15,7 @@ from toolkit.data.annotations import Annotations, ImageRow
 from toolkit.data.segmentations import MAX_MASK_COORDINATE_PX, clipped, polygon_areas, rectangle
 from toolkit.data.table import Problem
 
-ROUNDING_PX = 0.01  # as far as this outside, a corner is moved to the border without a word
+ROUNDING_PX = 0.01  # as far as this, rounding alone puts a corner outside
 AREA_TOLERANCE = 0.05  # of the annotated area
 BOX_TOLERANCE = 0.05  # of a side of the box, and
 BOX_TOLERANCE_PX = 2.0  # at least so many pixels: masks and boxes are rounded differently
@@ -128,8 +128,6 @@ def _inside(shape: Polygons | Rle, size_hw: Size) -> tuple[Shape, str]:
         change = f"it exceeds {image}; clipped"
         if not shape or not areas([shape], size_hw)[0]:
             return None, f"it lies outside {image}"
-    elif outside > 0:
-        shape = tuple(ring.clip(0, [width, height]) for ring in shape)
     if polygon_areas(shape).sum() < SMALL_PX and not areas([shape], size_hw)[0]:
         return None, "it is too thin to have a pixel"
     return shape, change

@@ -1,4 +1,4 @@
-"""The table that every data format becomes: cached as Arrow, held in memory; embedded images stay on disk.
+"""The table that every data format becomes: cached as Arrow, held in memory; embedded images and masks stay on disk.
 
 The table is not memory-mapped: the kernel ends a process that reads a mapped file beyond its end (SIGBUS), without a
 message, and another program may cut the file during a run of days. Forked workers share the memory without copies.
