@@ -28,7 +28,8 @@ TINY_RF_DETR = {
 }  # fmt: skip
 FINE = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER, "num_queries": 12, "num_denoising": 8,
         "hidden_expansion": 0.5}  # fmt: skip
-HYBRIDS = ("rt_detr_v2", "d_fine", "deimv2")
+HYBRIDS = ("rt_detr_v2", "d_fine", "deimv2")  # which transformers has
+REAL_TIME = (*HYBRIDS, "ecdet")
 SMALL = {  # `+` and `++`: variants of an architecture
     "detr": ON_TIMM,
     "conditional_detr": ON_TIMM,
@@ -40,6 +41,7 @@ SMALL = {  # `+` and `++`: variants of an architecture
     **dict.fromkeys(HYBRIDS, FINE),
     "ecdet": {name: value for name, value in FINE.items() if name not in ("backbone", "freeze")},
 }
+OF_TRANSFORMERS = [name for name in SMALL if name != "ecdet"]
 
 
 def build(name: str, seed: int = 0, **options):

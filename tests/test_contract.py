@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from contract import assert_losses_are_divided_as_announced
-from small_detectors import FINE, HYBRIDS, SMALL, TINY_RF_DETR, batch_of, build, gradient_of, hub_config, run, wake
+from small_detectors import FINE, REAL_TIME, SMALL, TINY_RF_DETR, batch_of, build, gradient_of, hub_config, run, wake
 from torch import nn
 
 from toolkit.base.errors import BadInput
@@ -63,7 +63,7 @@ def test_a_detector_announces_whether_it_leaves_trained_parameters_unused(name):
     detector = built(name)
     batches = [([2, 1], 0), ([0, 3], 1), ([0, 0], 0), ([2, 1], 2)]
     missing = [unused(detector, counts, crowd) for counts, crowd in batches]
-    if name in (*HYBRIDS, "ecdet"):  # without boxes there are no denoising queries, and their embedding is not trained
+    if name in REAL_TIME:  # without boxes there are no denoising queries, and their embedding is not trained
         embedding = ["model.model.denoising_class_embed.weight"]
         assert missing == [[], [], embedding, embedding]
     else:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from small_detectors import (
     CATEGORIES,
     CLASSES,
-    HYBRIDS,
+    OF_TRANSFORMERS,
+    REAL_TIME,
     SMALL,
     batch_of,
     build,
@@ -33,9 +34,9 @@ from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.step.losses import window_denominators
 
-NEW = [name for name in SMALL if name not in ("detr", *HYBRIDS)]
-ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", *HYBRIDS]
-FIXED = ("rf_detr", *HYBRIDS)  # they ignore padding
+NEW = [name for name in SMALL if name not in ("detr", *REAL_TIME)]
+ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", *REAL_TIME]
+FIXED = ("rf_detr", *REAL_TIME)  # they ignore padding
 
 def random_outputs(num_layers, batch_size, queries, seed=5):
     generator = torch.Generator().manual_seed(seed)
@@ -159,7 +160,7 @@ def test_costs_and_weights_are_those_of_the_published_configuration(name):
 @pytest.mark.parametrize("name", list(SMALL))
 def test_half_precision_is_for_training_and_never_for_losses(name):
     # As many queries as positions: otherwise rounding decides which of them become queries at all.
-    options = {"num_queries": 126} if name in HYBRIDS else {}
+    options = {"num_queries": 126} if name in REAL_TIME else {}
     detector, batch = wake(small(name, **options)).train(), batch_of([2, 1], image_size(name))
     torch.manual_seed(0)
     full, _ = run(detector, batch)
@@ -251,7 +252,7 @@ def test_the_vit_of_rf_detr_takes_the_weights_of_timm(tmp_path):
         build("rf_detr", **options, encoder_layers=4)
 
 
-@pytest.mark.parametrize("name", list(SMALL))
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_the_final_folder_gives_the_same_boxes_in_transformers_and_its_pipeline(tmp_path, name):
     detector = small(name)
     run(detector.train(), batch_of([1, 2], image_size(name)))  # live norms move away from where they started

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_detectors import HYBRIDS, SMALL, batch_of, hub_config, run, small
+from small_detectors import HYBRIDS, OF_TRANSFORMERS, SMALL, batch_of, hub_config, run, small
 from torch import nn
 from transformers import AutoModelForObjectDetection
 
@@ -220,7 +220,7 @@ def save_hub_folder(architecture: str, folder: Path) -> tuple[list[str], dict]:
     return classes, model.state_dict()
 
 
-@pytest.mark.parametrize("architecture", [name for name in SMALL if "+" not in name])
+@pytest.mark.parametrize("architecture", [name for name in OF_TRANSFORMERS if "+" not in name])
 def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path):
     classes, theirs = save_hub_folder(architecture, tmp_path / "hub")
     argv = ["--model.pretrained", str(tmp_path / "hub"), "--model.architecture", architecture]

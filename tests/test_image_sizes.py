@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_detectors import FINE, HYBRIDS, TINY_RF_DETR, build, hub_config, random_target, small
+from small_detectors import HYBRIDS, REAL_TIME, TINY_RF_DETR, build, hub_config, random_target, small
 from small_detectors import SMALL as DETRS
 from test_export import SMALL as EVERY
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
@@ -179,7 +179,7 @@ def outputs_that_say(model, name: str, target: dict, hw: tuple[int, int]) -> dic
         logits[0, range(count), labels] = 20.0
         places[0, :count] = xyxy_to_cxcywh(normalize_boxes(boxes, torch.tensor(hw)))
         layered = {"logits": logits, "boxes": places}
-        return layered if name in HYBRIDS else {key: value[None] for key, value in layered.items()}
+        return layered if name in REAL_TIME else {key: value[None] for key, value in layered.items()}
     if name == "faster_rcnn":
         logits = torch.full((count, 4), -20.0)
         logits[range(count), 1 + labels] = 20.0
@@ -249,8 +249,8 @@ def test_evaluations_keep_as_many_detections_as_those_of_the_authors():
     def kept(name, **options):
         return build_detector(name, class_names=CLASSES, **options).max_detections
 
-    real = {key: value for key, value in FINE.items() if key != "num_queries"}
-    for name in HYBRIDS:
+    for name in REAL_TIME:
+        real = {key: value for key, value in DETRS[name].items() if key != "num_queries"}
         assert kept(name, **real) == 300 and kept(name, **real, num_queries=30) == 100
     for name in ("detr", "conditional_detr", "deformable_detr", "yolov3", "faster_rcnn"):
         assert detector(name).max_detections == 100
