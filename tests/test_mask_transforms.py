@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import assert_same, generator, target_of
 
+from toolkit.base.errors import BadInput
 from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rle
 from toolkit.data.dataset import DetectionDataset, MixedDataset, row_target
-from toolkit.data.pipeline import train_transform
+from toolkit.data.pipeline import BLENDING, largest_batch, loader_of_settings, train_transform, validation_loader
 from toolkit.data.sampling import SampleKey
-from toolkit.data.transforms.geometry import crop, draw_masks, flip, recheck_boxes, resize
+from toolkit.data.transforms.geometry import crop, draw_masks, exact_transform, flip, recheck_boxes, resize
 from toolkit.data.transforms.mixing import mosaic
 from toolkit.data.transforms.policy import policy_of
 from toolkit.data.transforms.zoom_crop_colour import view
@@ -259,12 +260,20 @@ class Table:
 
     predicates = ()
     labelled_classes = None
+    image_root = None
+    name = "in memory"
 
     def __init__(self, samples):
         self.samples = samples
 
     def __len__(self):
         return len(self.samples)
+
+    def sizes_hw(self):
+        return np.array([image.shape[1:] for image, _ in self.samples])
+
+    def num_boxes(self):
+        return np.array([len(target["boxes"]) for _, target in self.samples])
 
     def row(self, index):
         image, target = self.samples[index]
@@ -341,3 +350,46 @@ def test_the_last_epochs_have_masks_too(table):
     dataset.plan(1, 4, 2)
     key = SampleKey(1, 0, (48, 48))
     assert_same(dataset[key], DetectionDataset(table, plain, 1, masks=True)[key])
+
+
+def test_what_cannot_keep_masks_is_named_all_at_once(table):
+    c = DataConfig(image_size=64, batch_size_per_device=2, workers=0)
+    blended = replace(c, tile=32, mixup=True, batch_mixup=0.5, copy_blend=0.1, plain_epochs=0)
+    for masks, settings_of, asked_by in (
+        (True, blended, "model.masks"),
+        (False, replace(blended, boxes_from_masks=True), "data.boxes_from_masks"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            loader_of_settings(table, settings_of, seed=0, stride=1, masks=masks)
+        for name, problem in zip(("tile", *BLENDING), caught.value.problems, strict=True):
+            assert problem.startswith(f"data.{name} ") and asked_by in problem
+
+
+@pytest.mark.parametrize("augmented", [True, False])
+def test_a_loader_of_the_settings_gives_masks_and_boxes_around_them(table, augmented):
+    c = DataConfig(image_size=64, batch_size_per_device=5, workers=0, mosaic=0.5, boxes_from_masks=True)
+    for masks in (True, False):
+        _, loader = loader_of_settings(table, c, seed=0, stride=1, augmented=augmented, masks=masks)
+        batch = next(iter(loader))
+        assert all(("masks" in target) == masks for target in batch.targets)
+        for target in batch.targets if masks else ():
+            assert target["masks"].shape == (len(target["boxes"]), 64, 64)
+            assert target["boxes"].equal(boxes_around(target["masks"]))
+    val_loader = validation_loader(table, exact_transform(64), batch_size=5, workers=0, stride=1, masks=True)
+    assert next(iter(val_loader)).targets[0]["masks"].shape == (WHOLE, 64, 64)
+
+
+def test_the_memory_probe_has_the_picture_with_the_most_masks():
+    """Masks take an image of memory each, so the fullest picture counts, also where a batch is one picture."""
+    rng = np.random.default_rng(0)
+    counts = [1, 2, 9, 1]
+    sides = [90, 40, 30, 50]
+    samples = []
+    for count, side in zip(counts, sides, strict=True):
+        _, target = sample_of([shape_of(rng, (side, side)) for _ in range(count)], (side, side))
+        samples.append((torch.zeros(3, side, side, dtype=torch.uint8), target))
+    table = Table(samples)
+    transform = exact_transform(64)
+    most = largest_batch(DetectionDataset(table, transform, masks=True), 1, 1)
+    assert [target["image_id"] for target in most.targets] == [2] and most.targets[0]["masks"].shape == (9, 64, 64)
+    assert largest_batch(DetectionDataset(table, transform), 1, 1).targets[0]["image_id"] == 0

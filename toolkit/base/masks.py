@@ -108,7 +108,7 @@ class Masks:
             scale = self.scale[row]
             shift = self.shift[row] - [left, top]
             if isinstance(shape, Rle):
-                seen[:] = _moved_pixels(bitmap(shape, shape.size_hw), scale, shift, seen.shape)
+                _draw_runs(shape, scale, shift, seen)
             else:
                 _draw_rings([ring * scale + shift for ring in shape], seen)
         return torch.from_numpy(pixels)
@@ -139,13 +139,29 @@ def _draw_rings(rings: Sequence[np.ndarray], canvas: np.ndarray) -> None:
     Single pixels of the edge may differ from those of `bitmap`, because COCO's function rounds halves by the last bit
     of coordinates, which are smaller here.
     """
-    height, width = canvas.shape
-    corners = np.concatenate(rings)
-    around_xyxy = np.concatenate([np.floor(corners.min(0)), np.ceil(corners.max(0))])
-    left, top, right, bottom = _whole_pixels(around_xyxy, (height, width))
-    part = canvas[top:bottom, left:right]
+    part, corner = _part_around(np.concatenate(rings), canvas)
     if part.size:
-        part[:] = bitmap(tuple(ring - [left, top] for ring in rings), part.shape)
+        part[:] = bitmap(tuple(ring - corner for ring in rings), part.shape)
+
+
+def _draw_runs(runs: Rle, scale: np.ndarray, shift: np.ndarray, canvas: np.ndarray) -> None:
+    """Set the pixels of run lengths, moved by scale and shift, in an empty canvas (H, W); the nearest pixel counts."""
+    from pycocotools import mask as coco_mask
+
+    x, y, width, height = coco_mask.toBbox(runs.as_coco())
+    if not (width and height):
+        return
+    box = np.array([[x, y], [x + width, y + height]])
+    part, corner = _part_around(box * scale + shift, canvas)
+    if part.size:
+        part[:] = _moved_pixels(bitmap(runs, runs.size_hw), scale, shift - corner, part.shape)
+
+
+def _part_around(points: np.ndarray, canvas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the part of a canvas (H, W) that holds all points (P, 2) on it, as a view, and its upper left corner."""
+    around_xyxy = np.concatenate([np.floor(points.min(0)), np.ceil(points.max(0))])
+    left, top, right, bottom = _whole_pixels(around_xyxy, canvas.shape)
+    return canvas[top:bottom, left:right], np.array([left, top])
 
 
 def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size_hw: Size) -> np.ndarray:
