@@ -131,3 +131,17 @@ def test_copies_that_nobody_asks_for_are_let_go(monkeypatch):
     batches = [Batch(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.tensor([[2, 2]]), []) for _ in range(6)]
     held = [len(ahead._sent) for _ in ahead.through([[batch] for batch in batches])]
     assert held == [2, 2, 2, 2, 2, 1] and not ahead._sent
+
+
+def test_masks_travel_between_processes_as_one_tensor_and_to_a_device_with_the_rest():
+    targets = _targets()
+    targets[0]["masks"] = torch.randint(0, 2, (3, 30, 40), dtype=torch.uint8)
+    targets[1]["masks"] = torch.zeros(0, 20, 10, dtype=torch.uint8)
+    batch = Batch(torch.zeros(2, 3, 32, 64, dtype=torch.uint8), torch.tensor([[30, 40], [20, 10]]), targets)
+    state = batch.__getstate__()
+    assert [value.numel() for value in state.values() if isinstance(value, torch.Tensor)] == [2 * 3 * 32 * 64, 3600]
+    for back, target in zip(copy.deepcopy(batch).targets, targets, strict=True):
+        assert list(back) == list(target) and back["masks"].equal(target["masks"])
+    moved = batch.to("meta")
+    assert [tuple(target["masks"].shape) for target in moved.targets] == [(3, 30, 40), (0, 20, 10)]
+    assert on_host(moved.targets[0])["masks"] is targets[0]["masks"]

@@ -1,5 +1,6 @@
 """One micro-batch of images and targets, and the normalisation of its pixels on the device."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,23 +63,35 @@ class Batch:
 
     def __getstate__(self) -> dict:
         # A worker sends each tensor as a shared-memory file of its own: hundreds per batch with targets, which is slow
-        # and runs into the limit of open files. As NumPy arrays the small ones travel inside the message itself.
+        # and runs into the limit of open files. As NumPy arrays the small ones travel inside the message itself. Masks
+        # are as large as images, and travel as one tensor.
         targets = []
+        masks = []
         for target in self.targets:
             arrays = {name: _as_array(value) for name, value in target.items()}
+            if "masks" in target:
+                masks.append(target["masks"].flatten())
+                arrays["masks"] = tuple(target["masks"].shape)
             targets.append(arrays)
         return {
             "images": self.images,
             "sizes": _as_array(self.sizes),
             "targets": targets,
+            "masks": torch.cat(masks) if masks else None,
         }
 
     def __setstate__(self, state: dict) -> None:
         self.images = state["images"]
         self.sizes = _as_tensor(state["sizes"])
         self.targets = []
+        begin = 0  # of the masks of a target
         for arrays in state["targets"]:
             target = {name: _as_tensor(value) for name, value in arrays.items()}
+            if "masks" in target:
+                shape = target["masks"]
+                end = begin + math.prod(shape)
+                target["masks"] = state["masks"][begin:end].view(shape)
+                begin = end
             self.targets.append(target)
 
 

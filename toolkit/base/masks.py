@@ -101,13 +101,16 @@ class Masks:
         for row, shape in enumerate(self.shapes):
             if shape is None:
                 continue
-            if isinstance(shape, Rle):
-                whole = _moved_pixels(bitmap(shape, shape.size_hw), self.scale[row], self.shift[row], size_hw)
-            else:
-                rings = tuple(ring * self.scale[row] + self.shift[row] for ring in shape)
-                whole = bitmap(rings, size_hw)
             left, top, right, bottom = _whole_pixels(self.windows_xyxy[row], size_hw)
-            pixels[row, top:bottom, left:right] = whole[top:bottom, left:right]
+            seen = pixels[row, top:bottom, left:right]
+            if not seen.size:
+                continue
+            scale = self.scale[row]
+            shift = self.shift[row] - [left, top]
+            if isinstance(shape, Rle):
+                seen[:] = _moved_pixels(bitmap(shape, shape.size_hw), scale, shift, seen.shape)
+            else:
+                _draw_rings([ring * scale + shift for ring in shape], seen)
         return torch.from_numpy(pixels)
 
 
@@ -127,6 +130,22 @@ def _whole_pixels(window_xyxy: np.ndarray, size_hw: Size) -> list[int]:
     height, width = size_hw
     inside = np.clip(window_xyxy, 0, [width, height, width, height])
     return np.rint(inside).astype(int).tolist()
+
+
+def _draw_rings(rings: Sequence[np.ndarray], canvas: np.ndarray) -> None:
+    """Set the pixels of rings (P, 2), united, in an empty canvas (H, W), as COCO draws them.
+
+    Only the part of the canvas around the rings is drawn: of 20 objects in 800 x 1333 pixels, in a tenth of the time.
+    Single pixels of the edge may differ from those of `bitmap`, because COCO's function rounds halves by the last bit
+    of coordinates, which are smaller here.
+    """
+    height, width = canvas.shape
+    corners = np.concatenate(rings)
+    around_xyxy = np.concatenate([np.floor(corners.min(0)), np.ceil(corners.max(0))])
+    left, top, right, bottom = _whole_pixels(around_xyxy, (height, width))
+    part = canvas[top:bottom, left:right]
+    if part.size:
+        part[:] = bitmap(tuple(ring - [left, top] for ring in rings), part.shape)
 
 
 def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size_hw: Size) -> np.ndarray:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import Masks
 from toolkit.data.decoding import ImageError
 from toolkit.data.sampling import SampleKey
 from toolkit.data.table import DetectionTable
@@ -19,6 +20,7 @@ from toolkit.data.transforms.geometry import (
     Sample,
     Size,
     Transform,
+    draw_masks,
     mirrored_predicates,
     recheck_boxes,
     resize_target,
@@ -39,12 +41,15 @@ def sample_generator(seed: int, epoch: int, index: int, turn: int = 0) -> torch.
     return torch.Generator().manual_seed(hashed)
 
 
-def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
+def row_target(row: dict, size_hw: tuple[int, int], masks: bool = False) -> Target:
     """Return the target of a table row, for its image of `size_hw` as the file has it.
 
     For N boxes and R relations a target has image_id; boxes (N, 4) float32 xyxy; labels (N,) int64; area (N,) float32;
     iscrowd (N,) int64; relations (R, 3) int64 subject, object, predicate; orig_size and size (2,) int64 (h, w). For
     tables with attributes also attributes (N, A) int64: up to A ids from 1 for each box, padded with 0.
+
+    masks: the target also has `masks`, the `toolkit.base.masks.Masks` of the N objects; the table must have been read
+        with masks.
     """
     objects = {name: torch.from_numpy(values) for name, values in row["objects"].items()}
     ends = [row["relations"][name] for name in ("subject", "object", "predicate")]
@@ -60,6 +65,10 @@ def row_target(row: dict, size_hw: tuple[int, int]) -> Target:
     }
     if "attributes" in objects:
         target["attributes"] = objects["attributes"]
+    if masks:
+        height, width = size_hw
+        whole = Masks.of(row["masks"])
+        target["masks"] = whole.cut(0, 0, width, height)  # what lies outside must not show on a larger canvas
     return target
 
 
@@ -79,6 +88,9 @@ class DetectionDataset(torch.utils.data.Dataset):
         least_size: function from the size (h, w) of an image to the size below which it is not decoded, such as
             `toolkit.data.least_size.LeastSize`; large JPEGs are then decoded at a reduced scale. None: all images are
             decoded whole.
+        masks: targets have `masks` (N, H, W) uint8, drawn after all transforms in the size of the image, see
+            `draw_masks`; the table must have been read with masks.
+        boxes_from_masks: boxes are the tight boxes of these masks, also where targets have no `masks`.
 
     Raises BadInput naming file and image id when an image cannot be decoded.
     """
@@ -91,6 +103,8 @@ class DetectionDataset(torch.utils.data.Dataset):
         cache_images: bool = False,
         mirrored: Mapping[str, str] | None = None,
         least_size: Callable[[Size], Size] | None = None,
+        masks: bool = False,
+        boxes_from_masks: bool = False,
     ):
         self._mirrored = None
         if table.predicates or mirrored:
@@ -99,6 +113,8 @@ class DetectionDataset(torch.utils.data.Dataset):
         self.transform = transform
         self.seed = seed
         self.least_size = least_size
+        self.masks = masks
+        self.boxes_from_masks = boxes_from_masks
         self._cache = None
         if cache_images:
             self._cache = [self._decode(table.row(i)) for i in range(len(table))]
@@ -116,7 +132,7 @@ class DetectionDataset(torch.utils.data.Dataset):
         image = self._decode(row) if self._cache is None else self._cache[index]
         file_hw = (row["height"], row["width"])
         decoded_hw = tuple(image.shape[-2:])
-        target = row_target(row, file_hw)
+        target = row_target(row, file_hw, self.masks or self.boxes_from_masks)
         if decoded_hw != file_hw:
             target = resize_target(target, file_hw, decoded_hw)
         if self.table.labelled_classes is not None:
@@ -130,7 +146,12 @@ class DetectionDataset(torch.utils.data.Dataset):
         size = () if size_hw is None else (size_hw,)
         image, target = transform(image, target, generator, *size)
         target.pop("mirrored_predicates", None)
-        return image, recheck_boxes(image, target)
+        target = recheck_boxes(image, target)
+        if "masks" in target:
+            target = draw_masks(target, self.boxes_from_masks)
+            if not self.masks:
+                del target["masks"]
+        return image, target
 
     def _decode(self, row: dict) -> Tensor:
         least_hw = self.least_size and self.least_size((row["height"], row["width"]))
@@ -144,7 +165,7 @@ class MixedDataset(DetectionDataset):
     """A `DetectionDataset` whose samples are mosaics of four images, two images mixed, or both, before the transform.
 
     Args:
-        table, transform, seed, cache_images, mirrored, least_size: as `DetectionDataset`.
+        table, transform, seed, cache_images, mirrored, least_size, masks, boxes_from_masks: as `DetectionDataset`.
         mixup: whether every sample is mixed with another image, by a share from Beta(1.5, 1.5); the entry `mixup` of
             the target then has the share of the image of each box.
         mosaic: probability that a sample is a mosaic of its image and three others, on a canvas of the size that its

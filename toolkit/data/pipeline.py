@@ -34,6 +34,7 @@ from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, Seen
 from toolkit.data.windows import WindowTable, windows_of_table
 
 RECIPE_NAMES = ("detr", *index.RECIPES)
+BLENDING = ("mixup", "batch_mixup", "copy_blend")
 MIXING = ("mixup", "mosaic", "batch_mixup", "copy_blend")
 TILE_SETTINGS = ("tile", "tile_overlap", "tile_visible")
 ASPECTS_APART = 1.25  # between the sizes of one training at most; rounding to a stride moves the aspect of small images
@@ -188,6 +189,7 @@ def loader_of_settings(
     stride: int,
     augmented: bool = True,
     pin: bool = False,
+    masks: bool = False,
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """Make this rank's sampler and loader of the training data.
 
@@ -199,9 +201,13 @@ def loader_of_settings(
         c: settings with the names of `toolkit.run.settings.DataConfig`.
         augmented: False: images as in validation, each once in an epoch.
         pin: as in `make_loader`.
+        masks: targets have masks, see `DetectionDataset`. For them and for `boxes_from_masks` the table must have been
+            read with masks.
 
-    Raises BadInput: settings of `data` that are invalid, or do not fit each other.
+    Raises BadInput: settings of `data` that are invalid, or do not fit each other, or masks.
     """
+    if masks or c.boxes_from_masks:
+        check_masks(c, "model.masks" if masks else "data.boxes_from_masks")
     if augmented:
         transform = train_transform(c)
         sizes = training_sizes(c)
@@ -241,9 +247,10 @@ def loader_of_settings(
         pictures=pictures,
     )
     if augmented:
-        dataset = _augmented(table, transform, c, seed)
+        dataset = _augmented(table, transform, c, seed, masks)
     else:
-        dataset = DetectionDataset(table, transform, seed, c.cache_images, least_size=least_size_of(c))
+        options = {"masks": masks, "boxes_from_masks": c.boxes_from_masks}
+        dataset = DetectionDataset(table, transform, seed, c.cache_images, least_size=least_size_of(c), **options)
     return sampler, make_loader(dataset, sampler, c.workers, stride, pin)
 
 
@@ -320,7 +327,27 @@ def _check_last_epochs(c: Any) -> None:
         )
 
 
-def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -> DetectionDataset:
+def check_masks(c: Any, asked_by: str) -> None:
+    """Raise BadInput naming each setting of `data` with which a picture does not have the masks of its objects.
+
+    asked_by: the setting that asks for masks, such as "model.masks".
+    """
+    faults = []
+    if c.tile is not None:
+        faults.append(
+            f"data.tile {c.tile}: masks are not cut into windows and joined again; leave data.tile or {asked_by} out"
+        )
+    for name in BLENDING:
+        if getattr(c, name):
+            faults.append(
+                f"data.{name} {getattr(c, name)}: where pictures are blended, a pixel belongs to several of them, and "
+                f"{asked_by} needs to know to which; leave one of the two out, or use data.mosaic"
+            )
+    if faults:
+        raise BadInput(faults)
+
+
+def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int, masks: bool) -> DetectionDataset:
     off = {
         "photometric": False,
         "zoom_out": 1.0,
@@ -339,6 +366,8 @@ def _augmented(table: DetectionTable, transform: Transform, c: Any, seed: int) -
         "cache_images": c.cache_images,
         "mirrored": c.mirrored_predicates,
         "least_size": least_size_of(c),
+        "masks": masks,
+        "boxes_from_masks": c.boxes_from_masks,
     }
     # Samples of the recipe yolov3 draw whether they are mosaics, also where none is.
     is_mixed = any(mixing.values()) or c.recipe == "yolov3"
@@ -432,12 +461,14 @@ def validation_loader(
     pin: bool = False,
     least_size: LeastSize | None = None,
     tiling: Tiling | None = None,
+    masks: bool = False,
+    boxes_from_masks: bool = False,
 ) -> torch.utils.data.DataLoader:
     """Make this rank's loader of the validation data.
 
     Args:
         pin: see `make_loader`.
-        least_size: see `DetectionDataset`.
+        least_size, masks, boxes_from_masks: see `DetectionDataset`; masks are for losses, not for the metrics.
         tiling: the way in which pictures are cut into windows, which are then the images of the loader; its
             `dataset.dataset.table` is a `WindowTable`. None: whole pictures.
     """
@@ -445,7 +476,8 @@ def validation_loader(
         table = windows_of_table(table, tiling)
         table.decoded.limit = 0  # they come picture by picture, so the newest one is enough
     sampler = EvalSampler(len(table), batch_size, *world())
-    dataset = DetectionDataset(table, transform, least_size=least_size)
+    options = {"masks": masks, "boxes_from_masks": boxes_from_masks}
+    dataset = DetectionDataset(table, transform, least_size=least_size, **options)
     return make_loader(dataset, sampler, workers, stride, pin=pin)
 
 
@@ -484,7 +516,8 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
 def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: VariableSizes | None = None) -> Batch:
     """Collate the `count` training images that need most memory, as epoch 0 augments them.
 
-    Half of the images are those with the most boxes, the others those with the most pixels.
+    Half of the images are those with the most boxes, the others those with the most pixels. Masks take the memory of an
+    image for each box, so with masks the larger half has the most boxes.
 
     sizes: for batches of varying image size; the batch then has the size and the number of images of
     `VariableSizes.largest`.
@@ -493,7 +526,8 @@ def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: Var
     if sizes is not None:
         size_hw, count = sizes.largest(count)
     pixels = dataset.table.sizes_hw().astype(np.int64).prod(1)
-    by_boxes = np.argsort(-dataset.table.num_boxes(), kind="stable")[: count // 2]
+    crowded = (count + 1) // 2 if dataset.masks else count // 2
+    by_boxes = np.argsort(-dataset.table.num_boxes(), kind="stable")[:crowded]
     by_pixels = np.argsort(-pixels, kind="stable")[:count]
     chosen = list(dict.fromkeys([*by_boxes.tolist(), *by_pixels.tolist()]))[:count]
     samples = [dataset[SampleKey(0, index, size_hw)] for index in chosen]

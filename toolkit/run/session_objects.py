@@ -54,6 +54,9 @@ def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:
     """Open training and validation data and return their tables, see `Session.open_data`; set `s.test_table`."""
     c = s.config.data
     reading = {key: getattr(c, key) for key in READING}
+    if has_masks(s.config) or c.boxes_from_masks:
+        pipeline.check_masks(c, "model.masks" if has_masks(s.config) else "data.boxes_from_masks")
+        reading["masks"] = True
     apart = not share_of(c.val) and c.overfit_batches is None and not is_several(c.path, c.train)
     if s.config.run.eval_only and s.checkpoint is not None and apart:
         table = val_table = open_split(c.val, say=s.say, listing=s.staging / "data_problems_val.txt", **reading)
@@ -68,6 +71,11 @@ def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:
     for note in check_ground_truth(val_table):
         s.say(note)
     return table, val_table
+
+
+def has_masks(config: Any) -> bool:
+    """Return whether the detector of a run learns masks: its setting `masks`, which not every detector has."""
+    return getattr(config.model, "masks", False)
 
 
 def build_training(
@@ -184,6 +192,8 @@ def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> Data
     transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
     how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
     how["tiling"] = pipeline.tiling_of(c)
+    how["masks"] = has_masks(s.config)
+    how["boxes_from_masks"] = c.boxes_from_masks
     return pipeline.validation_loader(table, transform, **how, least_size=least_size_of(c))
 
 
@@ -196,7 +206,7 @@ def _loaders(
             f"data.tile {c.tile}: the relations of a scene graph are between objects of a whole picture, which windows "
             "cut apart; leave data.tile out"
         )
-    how = {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins}
+    how = {"seed": s.config.run.seed, "stride": detector.stride, "pin": s.pins, "masks": has_masks(s.config)}
     sampler, loader = pipeline.loader_of_settings(table, c, augmented=c.overfit_batches is None, **how)
     windows = windows_of_loader(loader)
     if windows is not None:

@@ -202,6 +202,9 @@ class DataConfig:
     augment: str | list[Any] | None = None
     """Augmentation policy of your own: torchvision.transforms.v2 transforms by name with their arguments, as a list or
     a YAML file. Applied to training images before the other augmentations."""
+    boxes_from_masks: bool = False
+    """Train on the tight boxes around the masks of objects, as they are after augmentation, in place of the annotated
+    boxes; for detectors without masks too. Metrics are still those of the annotated boxes."""
     repeat_factor: ClosedUnitInterval = 0.0
     """Repeat-factor sampling threshold (LVIS, Gupta et al. 2019): images with classes that occur in a smaller fraction
     of images are oversampled; 0 disables it."""

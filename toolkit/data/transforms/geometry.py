@@ -19,13 +19,14 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import boxes_around
 
 Sample = tuple[Tensor, Target]
 Transform = Callable[[Tensor, Target, torch.Generator], Sample]
 Size = tuple[int, int]  # height, width in pixels
 Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 
-PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "mixup")  # the last: of mixup only
+PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "masks", "mixup")  # the last: of mixup only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
 GLUONCV_FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
@@ -88,15 +89,28 @@ def keep_boxes(target: Target, keep: Tensor) -> Target:
 
 
 def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
-    """Return the target with boxes and areas scaled from an image of `old_hw` to one of `new_hw`, and with its size."""
+    """Return the target with boxes, masks and areas scaled from an image of `old_hw` to one of `new_hw`, and with its
+    size."""
     y = new_hw[0] / old_hw[0]
     x = new_hw[1] / old_hw[1]
-    return {
+    resized = {
         **target,
         "boxes": target["boxes"] * torch.tensor([x, y, x, y]),
         "area": target["area"] * (x * y),
         "size": torch.tensor(new_hw),
     }
+    if "masks" in target:
+        resized["masks"] = target["masks"].resized(x, y)
+    return resized
+
+
+def move_target(target: Target, x: int, y: int, size_hw: Size) -> Target:
+    """Return the target with boxes and masks moved by (x, y) pixels, in an image of `size_hw`."""
+    shift = torch.tensor([x, y, x, y], dtype=torch.float32)
+    moved = {**target, "boxes": target["boxes"] + shift, "size": torch.tensor(size_hw)}
+    if "masks" in target:
+        moved["masks"] = target["masks"].moved(x, y)
+    return moved
 
 
 def clip_to_size(boxes: Tensor, height: int, width: int) -> Tensor:
@@ -127,6 +141,25 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
     boxes = clip_to_size(boxes, *size_hw)
     has_sides = (boxes[:, 2:] > boxes[:, :2]).all(1)
     return keep_boxes({**target, "boxes": boxes}, has_sides)
+
+
+def draw_masks(target: Target, boxes_from_masks: bool = False) -> Target:
+    """Return the target after all transforms with its masks drawn: (N, H, W) uint8 of the size of the image.
+
+    Objects of which no pixel is left are dropped, except crowd regions.
+
+    boxes_from_masks: every box becomes the tight box of its mask; of a crowd region without a pixel it stays.
+    """
+    size_hw = tuple(target["size"].tolist())
+    target = {**target, "masks": target["masks"].drawn(size_hw)}
+    is_drawn = target["masks"].flatten(1).any(1).bool()
+    is_crowd = target["iscrowd"] != 0
+    target = keep_boxes(target, is_drawn | is_crowd)
+    if not boxes_from_masks:
+        return target
+    tight = boxes_around(target["masks"])
+    is_drawn = (tight[:, 2:] > tight[:, :2]).all(1)
+    return {**target, "boxes": torch.where(is_drawn[:, None], tight, target["boxes"])}
 
 
 def mirrored_predicates(names: Sequence[str], pairs: Mapping[str, str] | None = None) -> Tensor:
@@ -189,26 +222,26 @@ def flip(image: Tensor, target: Target) -> Sample:
     width = image.shape[-1]
     x_min, y_min, x_max, y_max = target["boxes"].unbind(1)
     boxes = torch.stack([width - x_max, y_min, width - x_min, y_max], dim=1)
-    return F.horizontal_flip(image), {**target, "boxes": boxes}
+    target = {**target, "boxes": boxes}
+    if "masks" in target:
+        target["masks"] = target["masks"].mirrored(width)
+    return F.horizontal_flip(image), target
 
 
 def crop(image: Tensor, target: Target, region: Region) -> Sample:
     """Crop to a region, as a view of the image's memory.
 
-    Boxes are moved and clipped to the region, and dropped if no width or height is left. As in DETR, the area of every
-    object becomes that of its clipped box, even if the crop does not cut the box.
+    Boxes and masks are moved and clipped to the region, and dropped if no width or height of the box is left. As in
+    DETR, the area of every object becomes that of its clipped box, even if the crop does not cut the box.
     """
     top, left, height, width = region
-    shift = torch.tensor([left, top, left, top], dtype=torch.float32)
-    boxes = clip_to_size(target["boxes"] - shift, height, width)
+    target = move_target(target, -left, -top, (height, width))
+    boxes = clip_to_size(target["boxes"], height, width)
     sides = boxes[:, 2:] - boxes[:, :2]
     has_sides = (sides > 0).all(1)
-    target = {
-        **target,
-        "boxes": boxes,
-        "area": sides.prod(1),
-        "size": torch.tensor((height, width)),
-    }
+    target = {**target, "boxes": boxes, "area": sides.prod(1)}
+    if "masks" in target:
+        target["masks"] = target["masks"].cut(0, 0, width, height)
     cropped = image[:, top : top + height, left : left + width]
     return cropped, keep_boxes(target, has_sides)
 

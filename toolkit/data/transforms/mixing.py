@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.batch import Target
+from toolkit.base.masks import joined as join_masks
 from toolkit.data.transforms.geometry import (
     PER_BOX_FIELDS,
     Sample,
@@ -21,6 +22,7 @@ from toolkit.data.transforms.geometry import (
     draw_int,
     filled_canvas,
     keep_boxes,
+    move_target,
     resize,
 )
 
@@ -79,7 +81,8 @@ def join_targets(targets: Sequence[Target], size_hw: Size | None = None) -> Targ
         joined["size"] = torch.tensor(size_hw)
     for name in PER_BOX_FIELDS:
         if all(name in target for target in targets):
-            joined[name] = torch.cat([target[name] for target in targets])
+            columns = [target[name] for target in targets]
+            joined[name] = join_masks(columns) if name == "masks" else torch.cat(columns)
     if "labelled" in joined:
         of_targets = torch.stack([target["labelled"] for target in targets])
         joined["labelled"] = of_targets.all(0)
@@ -124,8 +127,7 @@ def mosaic(samples: Sequence[Sample], size_hw: Size, point_yx: tuple[int, int]) 
         y = point_y if is_below else point_y - height
         x = point_x if is_right else point_x - width
         canvas[:, y : y + height, x : x + width] = image
-        shift = torch.tensor([x, y, x, y], dtype=torch.float32)
-        parts.append({**target, "boxes": target["boxes"] + shift})
+        parts.append(move_target(target, x, y, size_hw))
     return canvas, join_targets(parts, size_hw)
 
 

@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 from toolkit.base.batch import Target
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_yaml
+from toolkit.base.masks import Masks, rles_of
 from toolkit.base.text import did_you_mean
 from toolkit.data.transforms.geometry import Sample, clip_to_size, keep_boxes
 
@@ -35,7 +36,8 @@ class Policy:
 
     Their random numbers follow from the generator alone; torch's own state stays as it is. Boxes are clipped to the
     image, and those that become empty are removed; areas shrink with the clipped boxes; labels, crowd flags, attributes
-    and relations follow their boxes.
+    and relations follow their boxes. Masks are drawn before the transforms, which move their pixels: a polygon has no
+    place for what a transform cuts off and a later one, such as a rotation, would bring back.
 
     then: a transform applied afterwards; it receives further arguments of the call, such as a size.
     """
@@ -53,6 +55,8 @@ class Policy:
             "boxes": boxes,
             "labels": torch.arange(len(boxes)),  # rows of the target's boxes
         }
+        if "masks" in target:
+            sample["masks"] = tv_tensors.Mask(target["masks"].drawn(size_hw))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for transform in self.transforms:
@@ -106,6 +110,11 @@ def _from_v2(sample: Mapping[str, Tensor], target: Target) -> Sample:
     target = keep_boxes({**target, "size": torch.tensor((height, width))}, keep)
     ratio = _box_areas(boxes) / before[left].clamp(min=1e-6)
     target = {**target, "boxes": boxes, "area": target["area"] * ratio}
+    if "masks" in target:
+        pixels = sample["masks"].as_subclass(Tensor)
+        if len(pixels) != len(left):  # not every transform that removes boxes removes their masks
+            pixels = pixels[left]
+        target["masks"] = Masks.of(rles_of(pixels))
     has_sides = (boxes[:, 2:] > boxes[:, :2]).all(1)
     return image, keep_boxes(target, has_sides)
 
@@ -141,6 +150,8 @@ def _build(entry: Any) -> v2.Transform:
         raise BadInput(f"{name!r} is not a transform of torchvision.transforms.v2 that can be used here{hint}")
     if not isinstance(arguments, Mapping):
         raise BadInput(f"{name}: expected its arguments by name, such as {{p: 0.5}}; found {arguments!r}")
+    if not isinstance(arguments.get("fill", {}), Mapping):  # a colour, which masks must not be filled with
+        arguments = {**arguments, "fill": {tv_tensors.Mask: 0, "others": arguments["fill"]}}
     if "transforms" in arguments:
         nested = [_build(inner) for inner in arguments["transforms"]]
         arguments = {**arguments, "transforms": nested}

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as F
 
 from toolkit.base.batch import Target
 from toolkit.base.box_ops import pairwise_iou
-from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, keep_boxes, resize
+from toolkit.data.transforms.geometry import Region, Sample, Size, crop, draw_int, keep_boxes, move_target, resize
 
 SSD_FILL_RGB = (123, 117, 104)  # ImageNet's mean
 MIN_IOUS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # a crop draws one of them; 1: no crop
@@ -187,8 +187,7 @@ def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample
     canvas = colour.expand(out_height, out_width, 3).clone()
     canvas = canvas.permute(2, 0, 1)  # channels-last in memory
     canvas[:, y : y + out_rows, x : x + out_columns] = picture
-    boxes = target["boxes"] + torch.tensor([x, y, x, y], dtype=torch.float32)
-    return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}
+    return canvas, move_target(target, x, y, size_hw)
 
 
 def _span(start: int, length: int, side: int, out_side: int) -> tuple[slice, int, int]:

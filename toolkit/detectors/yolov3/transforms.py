@@ -24,6 +24,7 @@ from toolkit.data.transforms.geometry import (
     crop,
     filled_canvas,
     keep_boxes,
+    move_target,
     resize_target,
 )
 
@@ -85,9 +86,7 @@ class RandomExpand:
         size_hw = (canvas_height, canvas_width)
         canvas = filled_canvas(size_hw)
         canvas[:, top : top + height, left : left + width] = image
-        moved = torch.tensor([left, top, left, top], dtype=torch.float32)
-        boxes = target["boxes"] + moved
-        return canvas, {**target, "boxes": boxes, "size": torch.tensor(size_hw)}
+        return canvas, move_target(target, left, top, size_hw)
 
 
 @dataclass(frozen=True)
