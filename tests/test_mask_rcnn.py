@@ -18,6 +18,7 @@ from toolkit.detectors.faster_rcnn import mask_branch
 from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
+from toolkit.models.pasted_masks import masks_in_boxes
 from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import open_pretrained
 from toolkit.step.freezing import eval_mode
@@ -261,10 +262,10 @@ def test_pixels_of_masks_are_torchvisions_for_boxes_beyond_the_picture_too():
     boxes[1] = torch.tensor([-30.0, -30.0, -20.0, -20.0])  # outside
     masks = torch.rand(40, 28, 28, generator=generator)
     inside = boxes[:, :2].lt(torch.tensor([47.0, 31.0])).all(1) & boxes[:, 2:].gt(0).all(1)  # theirs fails for others
-    pixels = mask_branch.pasted(masks, boxes, (32, 48))
+    pixels = masks_in_boxes(masks, boxes, (32, 48))
     theirs = paste_masks_in_image(masks[inside][:, None], boxes[inside], (32, 48))[:, 0] > 0.5
     assert inside.sum() > 20 and torch.equal(pixels[inside], theirs) and not pixels[1].any()
-    assert mask_branch.pasted(masks[:0], boxes[:0], (32, 48)).shape == (0, 32, 48)
+    assert masks_in_boxes(masks[:0], boxes[:0], (32, 48)).shape == (0, 32, 48)
 
 
 def test_masks_follow_their_boxes_and_only_kept_detections_have_them():

@@ -38,7 +38,8 @@ def with_masks(
     images: Sequence[ImageRow],
     problems: list[Problem],
 ) -> Boxes:
-    """Return the boxes with the column `extra["masks"]`: their masks, each inside its image.
+    """Return the boxes with the column `extra["masks"]`: their masks as annotated. Of one that exceeds its image, the part
+    inside is checked here, and drawn later.
 
     An object without a mask that can be used becomes a crowd region of its box, with a warning. A crowd region without
     a mask gets its box as mask. An object without an annotated area gets that of its mask.
@@ -69,10 +70,11 @@ def with_masks(
     compared = np.flatnonzero(has_mask & has_size & ~boxes.iscrowd)
     _compare(compared, shapes, boxes, given, sizes_hw, found)
 
-    for row in np.flatnonzero(~has_mask).tolist():
-        shapes[row] = rectangle(boxes.xyxy[row])
+    stored = []  # not cut to the image, which would move corners, and with them pixels at the border
+    for row, number in enumerate(order.tolist()):
+        stored.append(annotations.masks[number] if has_mask[row] else rectangle(boxes.xyxy[row]))
     problems += _as_problems(found, boxes, images, file)
-    extra = {**boxes.extra, "masks": column_of(shapes)}
+    extra = {**boxes.extra, "masks": column_of(stored)}
     return replace(boxes, area=area, iscrowd=boxes.iscrowd | ~has_mask, extra=extra)
 
 
@@ -104,7 +106,7 @@ def _usable_shapes(
             shapes[row], fault = _inside(shapes[row], sizes_hw[row])
             faults += [fault] if fault else []
         if shapes[row] is not None and faults:
-            found[REPAIRED].append((row, f"mask repaired: {'; '.join(faults)}"))
+            found[REPAIRED].append((row, f"mask: {'; '.join(faults)}"))
         elif shapes[row] is None and not boxes.iscrowd[row]:
             why = "; ".join(faults) or "there is none"
             found[UNUSABLE].append((row, f"no usable mask: {why}; the object becomes a crowd region"))
@@ -125,7 +127,7 @@ def _inside(shape: Polygons | Rle, size_hw: Size) -> tuple[Shape, str]:
     change = ""
     if outside > ROUNDING_PX:
         shape = clipped(shape, size_hw)
-        change = f"it exceeds {image}; clipped"
+        change = f"it exceeds {image}; only the part inside counts"
         if not shape or not areas([shape], size_hw)[0]:
             return None, f"it lies outside {image}"
     if polygon_areas(shape).sum() < SMALL_PX and not areas([shape], size_hw)[0]:

@@ -31,9 +31,10 @@ from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
 from toolkit.detectors.detr.mask_terms import MaskTerms, PredictedMasks
 from toolkit.detectors.detr.options import RfDetrOptions
-from toolkit.detectors.detr.rf_detr_masks import MaskHead, pasted
+from toolkit.detectors.detr.rf_detr_masks import MaskHead
 from toolkit.models.backbones import timm_model
 from toolkit.models.detector import MapTap
+from toolkit.models.pasted_masks import masks_over_image
 from toolkit.models.weights.names import pairs, renamed, split_attention
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
@@ -214,7 +215,7 @@ class RfDetr(MatchedDetector):
         return boxes, scores, labels, {"masks": logits.sigmoid()}
 
     def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
-        return pasted(masks, size_hw)
+        return masks_over_image(masks, size_hw)
 
     def _saved_model(self) -> PreTrainedModel:
         if not self.predicts_masks:

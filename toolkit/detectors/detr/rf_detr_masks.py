@@ -12,8 +12,6 @@ from transformers.models.rf_detr import modeling_rf_detr
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.mask_terms import PredictedMasks
 
-LOGIT_EPS = 2.0**-24  # the smallest distance of a float32 probability from 1
-
 
 class MaskHead(nn.Module):
     """The segmentation head of transformers' `RfDetrForInstanceSegmentation`, under its names.
@@ -55,16 +53,3 @@ class MaskHead(nn.Module):
         queries = torch.cat([states, proposals[None]])
         queries = self.query_features_proj(self.query_features_block(queries))
         return PredictedMasks(maps, queries.to(maps.dtype), self.segmentation_bias)
-
-
-def pasted(masks: Tensor, size_hw: tuple[int, int]) -> Tensor:
-    """Return the pixels (K, H, W) bool of masks in a picture of this height and width, as transformers'
-    `post_process_instance_segmentation`: logits are interpolated and cut at 0.
-
-    masks: (K, h, w) probabilities on the CPU.
-    """
-    pixels = torch.zeros(len(masks), *size_hw, dtype=torch.bool)
-    for row, mask in enumerate(masks.logit(eps=LOGIT_EPS)):  # one by one, for less memory
-        resized = F.interpolate(mask[None, None], size=size_hw, mode="bilinear", align_corners=False)
-        pixels[row] = resized[0, 0] > 0
-    return pixels

@@ -1,5 +1,4 @@
-"""The mask branch of Mask R-CNN (He et al., ICCV 2017): torchvision's modules, their training targets, and the pixels
-of detected masks.
+"""The mask branch of Mask R-CNN (He et al., ICCV 2017): torchvision's modules, and their training targets.
 
 A mask is predicted in a grid of 28 x 28 cells over its box, for each class separately. As in torchvision, only samples
 that are matched to an object train the branch, and only the mask of the object's class.
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, pad
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.ops import MultiScaleRoIAlign, roi_align
@@ -19,7 +18,6 @@ from toolkit.base.batch import send, to_host
 
 POOLED_SIDE = 14  # cells; the transposed convolution of the predictor doubles them
 MASK_SIDE = 28  # cells
-INSIDE = 0.5  # probability above which a pixel belongs to a pasted mask, as in torchvision's reference programs
 PIXELS_AT_ONCE = 2**24  # of annotated masks in float32: 64 MB
 
 
@@ -183,35 +181,3 @@ def detected_masks(
     masks = logits.new_zeros(is_kept.numel(), MASK_SIDE, MASK_SIDE)
     masks[rows] = logits.sigmoid()
     return masks.view(*is_kept.shape, MASK_SIDE, MASK_SIDE)
-
-
-def pasted(masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
-    """Return the pixels (K, H, W) bool of masks in a picture of this height and width; torchvision's
-    `paste_masks_in_image`, cut at a probability of one half.
-
-    masks: (K, m, m) probabilities on the CPU. boxes_xyxy: (K, 4) in pixels of the picture.
-    """
-    height, width = size_hw
-    pixels = torch.zeros(len(masks), height, width, dtype=torch.bool)
-    side = masks.shape[-1]
-    framed = pad(masks, (1, 1, 1, 1))  # a border of zeros, so that a mask fades out at the edge of its box
-    grown = _grown(boxes_xyxy, (side + 2) / side).to(torch.int64)
-    for row, (left, top, right, bottom) in enumerate(grown.tolist()):
-        columns = max(right - left + 1, 1)
-        rows = max(bottom - top + 1, 1)
-        resized = interpolate(framed[row, None, None], size=(rows, columns), mode="bilinear", align_corners=False)[0, 0]
-        x0, x1 = max(left, 0), min(right + 1, width)
-        y0, y1 = max(top, 0), min(bottom + 1, height)
-        if x0 < x1 and y0 < y1:
-            pixels[row, y0:y1, x0:x1] = resized[y0 - top : y1 - top, x0 - left : x1 - left] > INSIDE
-    return pixels
-
-
-def _grown(boxes_xyxy: Tensor, factor: float) -> Tensor:
-    """Return boxes (K, 4) `factor` times as wide and high around the same centres, rounded as torchvision's."""
-    left, top, right, bottom = boxes_xyxy.unbind(1)
-    half_width = (right - left) * 0.5 * factor
-    half_height = (bottom - top) * 0.5 * factor
-    x = (right + left) * 0.5
-    y = (bottom + top) * 0.5
-    return torch.stack([x - half_width, y - half_height, x + half_width, y + half_height], dim=1)

@@ -36,7 +36,6 @@ from toolkit.detectors.faster_rcnn.mask_branch import (
     detected_masks,
     mask_logits,
     mask_loss,
-    pasted,
     positives,
     training_parts,
 )
@@ -45,6 +44,7 @@ from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_
 from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.detector import Detector
 from toolkit.models.nms import class_wise_nms, settled, top_k_rows
+from toolkit.models.pasted_masks import masks_in_boxes
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
 MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
@@ -334,7 +334,7 @@ class FasterRCNN(Detector):
         return *found, {"masks": detected_masks(self.roi_heads, outputs["maps"], boxes, labels, is_kept)}
 
     def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
-        return pasted(masks, boxes_xyxy, size_hw)
+        return masks_in_boxes(masks, boxes_xyxy, size_hw)
 
     def best_detections(self, boxes: Tensor, scores: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the best detections of each image from the boxes (B, P, C, 4) and scores (B, P, C) of its P proposals.

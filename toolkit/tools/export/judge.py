@@ -70,7 +70,7 @@ class ExportResult:
 
     Attributes:
         file: name of the file, or "PyTorch".
-        AP: bbox AP in [0, 1]; None without data.
+        AP: see `ap_of`.
         milliseconds: per image, by the description of batch size and threads.
         AP_moved: AP of the file minus AP of PyTorch; None without data.
         differences: difference of the detections from PyTorch's, by batch size.
@@ -273,11 +273,12 @@ def latency(predictor: Predictor, table: DetectionTable | None) -> float:
 
 
 def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
-    """Return the bbox AP of a predictor on a data table, in [0, 1]; None without a table."""
+    """Return the bbox AP of a predictor on a data table, in [0, 1], or its segm AP if both have masks; None without a
+    table."""
     if table is None:
         return None
     row = CocoEvaluator(table).evaluate(predict_table(predictor, table))
-    return float(row["bbox_AP"] or 0)
+    return float(row.get("segm_AP", row["bbox_AP"]) or 0)
 
 
 def example_images(table: DetectionTable | None, trained: OwnDetector, graph) -> np.ndarray:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from toolkit.models.pasted_masks import masks_in_boxes, masks_over_image
 from toolkit.tools.export.exported_files import ExportMetadata
 
 
@@ -16,9 +17,5 @@ class ExportedMasks:
     def paste_masks(self, masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
         """Return what `Detector.paste_masks` of the exported detector does."""
         if self.about.masks == "box":
-            from toolkit.detectors.faster_rcnn.mask_branch import pasted  # not both families for one file
-
-            return pasted(masks, boxes_xyxy, size_hw)
-        from toolkit.detectors.detr.rf_detr_masks import pasted
-
-        return pasted(masks, size_hw)
+            return masks_in_boxes(masks, boxes_xyxy, size_hw)
+        return masks_over_image(masks, size_hw)
