@@ -38,8 +38,9 @@ def with_masks(
     images: Sequence[ImageRow],
     problems: list[Problem],
 ) -> Boxes:
-    """Return the boxes with the column `extra["masks"]`: their masks as annotated. Of one that exceeds its image, the part
-    inside is checked here, and drawn later.
+    """Return the boxes with the column `extra["masks"]`: their masks as annotated.
+
+    Of a mask that exceeds its image, the part inside is checked here, and drawn later.
 
     An object without a mask that can be used becomes a crowd region of its box, with a warning. A crowd region without
     a mask gets its box as mask. An object without an annotated area gets that of its mask.

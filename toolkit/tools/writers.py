@@ -28,7 +28,7 @@ from toolkit.data.formats.voc import CORNERS
 from toolkit.data.formats.voc_masks import MASK_FOLDER, write_masks
 from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
 from toolkit.data.image_sources import size_of
-from toolkit.data.segmentations import to_segmentation
+from toolkit.data.segmentations import clipped, to_segmentation
 from toolkit.data.table import DetectionTable, LabelledImages
 from toolkit.evaluation.predictions import coco_results
 
@@ -258,7 +258,8 @@ def _yolo_polygon(shape: Shape, image: ImageRow) -> list[float]:
     The first corner is repeated at the end: without that, the last one could be a confidence and a track.
     """
     size_hw = (image.height, image.width)
-    ring = one_ring(polygons_of(shape, size_hw), size_hw)
+    inside = clipped(polygons_of(shape, size_hw), size_hw)  # fractions beyond 1 would be refused
+    ring = one_ring(inside, size_hw)
     closed = np.concatenate([ring, ring[:1]])
     return (closed / [image.width, image.height]).ravel().tolist()
 
