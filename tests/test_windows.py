@@ -89,15 +89,19 @@ def test_a_tiling_names_all_that_is_wrong_with_it():
     assert (Tiling.overlap, Tiling.visible) == (DataConfig.tile_overlap, DataConfig.tile_visible)
 
 
-def noise(folder, sizes=((90, 120), (40, 50)), boxes=6):
-    """A table of pictures of noise, each with boxes of 4 to 20 pixels, the first of them a crowd region."""
+def noise(folder, sizes=((90, 120), (40, 50)), boxes=6, ending=".png"):
+    """A table of pictures of noise, each with boxes of 4 to 20 pixels, the first of them a crowd region.
+
+    With the ending .tif the files have strips of 4 rows.
+    """
+    in_strips = {"compression": "tiff_lzw", "tiffinfo": {278: 4}}
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     number = 1
     for image_id, (height, width) in enumerate(sizes, start=1):
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{image_id}.png")
+        Image.fromarray(pixels).save(folder / f"{image_id}{ending}", **in_strips if ending == ".tif" else {})
         corner = rng.uniform(0, [width - 21, height - 21], (boxes, 2))
         xyxy = np.concatenate([corner, corner + rng.uniform(4, 20, (boxes, 2))], axis=1)
         areas = (xyxy[:, 2:] - xyxy[:, :2]).prod(1) / 2
@@ -110,7 +114,7 @@ def noise(folder, sizes=((90, 120), (40, 50)), boxes=6):
         }
         number += boxes
         none = {"subject": [], "object": [], "predicate": []}
-        row = {"image_id": image_id, "file_name": f"{image_id}.png", "width": width, "height": height}
+        row = {"image_id": image_id, "file_name": f"{image_id}{ending}", "width": width, "height": height}
         rows.append(row | {"objects": columns, "relations": none})
     categories = [Category(3, "a"), Category(5, "b")]
     return write_rows(rows, cache_file=folder / "table.json", image_root=folder, name="noise", categories=categories)
@@ -141,6 +145,20 @@ def test_a_window_has_the_pixels_and_the_clipped_boxes_of_its_place(tmp_path):
     assert boxes.iscrowd.sum() == ignored > 3 and set(boxes.ids) == set(pictures.boxes().ids), "no box is lost"
     assert windows.decoded.decoded == 2, "each picture was decoded once"
     assert str(ignored) in str(windows)
+
+
+def test_windows_of_a_tiff_file_that_is_too_large_to_be_kept_are_decoded_alone(tmp_path):
+    tiling = Tiling((32, 40), 0.2)
+    pictures = noise(tmp_path / "png", sizes=[(90, 120)])
+    in_strips = noise(tmp_path / "tif", sizes=[(90, 120)], ending=".tif")
+    expected = windows_of_table(pictures, tiling)
+    for room, decoded in ((2**20, 1), (2**16, 0)):
+        windows = windows_of_table(in_strips, tiling)
+        windows.decoded = DecodedPictures(room)
+        for index in range(len(windows)):
+            row = windows.row(index)
+            assert torch.equal(windows.decode_image(row), expected.decode_image(expected.row(index)))
+        assert windows.decoded.decoded == decoded
 
 
 def test_what_windows_are_is_in_their_identity_and_another_process_can_have_them(tmp_path):

@@ -2,7 +2,7 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.data.annotations import ImageRow
 from toolkit.data.image_sources import Stored
+from toolkit.data.sampling import MIXED_PICTURES
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import rows_in_memory
+from toolkit.data.tiff_windows import decode_tiff_window
 from toolkit.data.tiles import Tiling, clip_to_windows
 
 CACHE_BYTES = 2**29  # of decoded pictures, in each process that reads them
@@ -45,6 +47,15 @@ class DecodedPictures:
             _, oldest = self._pictures.popitem(last=False)
             self._bytes -= oldest.nbytes
         return picture
+
+    def has(self, index: int) -> bool:
+        """Return whether the picture with this index is kept."""
+        return index in self._pictures
+
+    def has_room(self, size_hw: Sequence[int]) -> bool:
+        """Return whether as many pictures of this height and width as training mixes can be kept."""
+        height, width = size_hw
+        return MIXED_PICTURES * 3 * height * width <= self.limit
 
     def __reduce__(self):
         return DecodedPictures, (self.limit,)
@@ -162,13 +173,27 @@ class WindowTable(DetectionTable):
         """Return the pixels of the window of a row, uint8 (3, H, W); see `DetectionTable.decode_image`.
 
         The pictures that were decoded last are kept, see `DecodedPictures`. They are decoded whole, whatever `least_hw`
-        is, because windows lie in pixels of the whole picture.
+        is, because windows lie in pixels of the whole picture. Of a TIFF file that is too large to be kept, only the
+        blocks of the window are decoded.
         """
         index = row["picture"]
+        if not self.decoded.has(index):
+            window = self._window_alone(row)
+            if window is not None:
+                return window
         picture = self.decoded.get(index, lambda: self.pictures.decode_image(self.pictures.row(index)))
         left, top, right, bottom = row["window"]
         window = picture[:, top:bottom, left:right]
         return window.permute(1, 2, 0).clone().permute(2, 0, 1)  # a view would keep the whole picture in memory
+
+    def _window_alone(self, row: Mapping) -> Tensor | None:
+        """Return the pixels of the window of a row without decoding its picture; None if the whole has to be."""
+        picture = self.pictures.row(row["picture"])
+        size_hw = (picture["height"], picture["width"])
+        source = self.pictures.image_source(picture)
+        if not isinstance(source, Path) or self.decoded.has_room(size_hw):
+            return None
+        return decode_tiff_window(source, row["window"], size_hw, self.max_image_pixels)
 
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
