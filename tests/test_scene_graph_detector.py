@@ -275,6 +275,15 @@ def test_weights_of_a_detector_go_where_they_belong(table):
         model.load_detector_weights(wider.state_dict())
 
 
+def test_masks_of_a_detector_are_left_out_and_not_trained(table):
+    model = model_of(table, "sgdet", freeze="detector")
+    inner = build_detector("faster_rcnn", class_names=table.class_names, backbone="test_resnet", masks=True, **INNER)
+    unused = model.load_detector_weights(inner.state_dict()).unused
+    assert unused and all(".mask_" in name for name in unused)
+    with pytest.raises(BadInput, match="model.detector_options: masks: a scene graph has no use for masks"):
+        model_of(table, "sgdet", detector_options={"architecture": "faster_rcnn", "masks": True, **INNER})
+
+
 def test_counts_start_the_bias_and_travel_with_the_weights(table, tmp_path, batch):
     model = model_of(table, "sgdet", "vctree").eval()
     relations, candidates, seen = count_table(table)

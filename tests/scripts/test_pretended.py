@@ -16,6 +16,9 @@ from launching import CPU, ROOT, SCRIPTS, Script, flat, pairs, training_rows
 # does not know beforehand how many proposals it has, and on which levels. Of an evaluated batch, losses included.
 STEP = {"train_detr": 3, "train_yolov3": 1, "train_faster_rcnn": 3, "train_sgg": 1, "train_ssd": 1}
 EVALUATED = {"train_detr": 2, "train_yolov3": 2, "train_faster_rcnn": 2, "train_sgg": 1, "train_ssd": 1}
+# More waits of an evaluated batch with masks: which samples and which detections have one. RF-DETR, with masks or
+# without, matches its proposals too.
+MASKED = {"train_detr": 1, "train_faster_rcnn": 2}
 EVALUATION = 4  # of a whole evaluation, beside its batches: losses are read, anchors are moved once
 LAUNCHES = 40 * 32  # of an evaluated batch, 40 for each of as many images as it has by default; however many it has
 MODES = {mode: ["--model.mode", mode, "--eval.metric_for_best", "R@20"] for mode in ("predcls", "sgcls", "sgdet")}
@@ -88,6 +91,23 @@ def test_scene_graphs_wait_as_often_however_large_the_batch(mode, heads, setting
         step, batch = (limit + (head == "vctree") for limit in GRAPHS[mode])  # its trees
         launches = LAUNCHES * (1 + (head == "vctree"))  # level by level along the trees
         assert_few_waits(measured, step, batch, -(-10 // evaluated), launches)
+
+
+RF_DETR = {"--model.architecture": "rf_detr", "--model.encoder_layers": 4, "--model.d_model": 32, "--model.heads": 2,
+           "--model.ffn_dim": 32, "--model.decoder_layers": 2, "--model.num_queries": 20}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.every_script
+@pytest.mark.parametrize("script", [each for each in SCRIPTS if each.name in MASKED], indirect=True)
+def test_masks_add_no_wait_to_a_step(settings, script, tmp_path):
+    given = pairs(settings("--run.output_dir", tmp_path, "--run.name", "masks", *SHORT, "--model.masks", "true"))
+    if script.name == "train_detr":
+        given = {key: value for key, value in given.items() if key != "--config"} | RF_DETR
+        given |= {"--data.image_size": 112}
+    (measured,) = pretended(tmp_path, [(script.name, flat(given))])
+    more = MASKED[script.name]
+    assert_few_waits(measured, STEP[script.name], EVALUATED[script.name] + more, 4, 2 * LAUNCHES)
 
 
 @pytest.mark.slow

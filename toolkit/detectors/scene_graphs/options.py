@@ -20,16 +20,7 @@ class SceneGraphOptions(DetectorOptions):
     mode: Literal["predcls", "sgcls", "sgdet"] = "predcls"
     """Task: predcls (boxes and classes are given), sgcls (boxes are given) or sgdet (only the image is given)."""
     head: Literal[
-        "frequency",
-        "imp",
-        "motifs",
-        "vctree",
-        "transformer",
-        "vtranse",
-        "causal",
-        "penet",
-        "react",
-        "react_pp",
+        "frequency", "imp", "motifs", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp",
         "squat",
     ] = "motifs"
     """Relation head, which predicts the predicates of object pairs; frequency is the counting baseline without
