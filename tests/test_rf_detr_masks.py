@@ -18,11 +18,9 @@ from small_detectors import (
     wake,
 )
 from transformers import RfDetrForInstanceSegmentation, RfDetrImageProcessor
-from transformers.models.rf_detr import modeling_rf_detr
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrInstanceSegmentationOutput
 
 from toolkit.base.batch import normalize_images
-from toolkit.base.errors import BadInput
 from toolkit.base.seeding import seed_images
 from toolkit.detectors.detr.options import RfDetrOptions
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
@@ -200,13 +198,6 @@ def test_a_training_takes_masks_by_its_own_setting_from_a_folder_with_or_without
     table = (tmp_path / "pretrained.txt").read_text()
     assert f"{'new' if masks else 'unused':<7s} masks.blocks.0.depthwise_conv.weight" in table
     assert "loaded  model.class_embed.weight" in table
-
-
-def test_a_transformers_without_masks_is_named(monkeypatch):
-    monkeypatch.delattr(modeling_rf_detr, "RfDetrSegmentationBlock")
-    detector_of(masks=False)
-    with pytest.raises(BadInput, match=r"model\.masks: the installed transformers has no RF-DETR with masks"):
-        detector_of()
 
 
 def test_the_publisher_s_file_with_masks_is_read():

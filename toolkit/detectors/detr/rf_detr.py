@@ -17,10 +17,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     RfDetrConfig,
+    RfDetrForInstanceSegmentation,
     RfDetrForObjectDetection,
     RfDetrImageProcessor,
 )
-from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings, RfDetrModelOutput
+from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
+from transformers.utils import ModelOutput
 
 from toolkit.base.batch import normalize_images
 from toolkit.base.errors import BadInput
@@ -190,7 +192,7 @@ class RfDetr(MatchedDetector):
                 **masks,
             }
 
-    def _masks(self, outputs: RfDetrModelOutput, images: Tensor) -> dict[str, Tensor]:
+    def _masks(self, outputs: ModelOutput, images: Tensor) -> dict[str, Tensor]:
         states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :]
         masks = self.masks(outputs.backbone_features, states, outputs.enc_outputs_class, images.shape[-2:])
         return {f"mask_{name}": value for name, value in masks._asdict().items()}
@@ -220,8 +222,6 @@ class RfDetr(MatchedDetector):
     def _saved_model(self) -> PreTrainedModel:
         if not self.predicts_masks:
             return self.model
-        from transformers import RfDetrForInstanceSegmentation
-
         model = RfDetrForInstanceSegmentation(copy.deepcopy(self.model.config))
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         model.load_state_dict(tensors | self.masks.state_dict())

@@ -7,29 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import RfDetrConfig
-from transformers.models.rf_detr import modeling_rf_detr
+from transformers.models.rf_detr.modeling_rf_detr import RfDetrSegmentationBlock, RfDetrSegmentationMLPBlock
 
-from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.mask_terms import PredictedMasks
 
 
 class MaskHead(nn.Module):
-    """The segmentation head of transformers' `RfDetrForInstanceSegmentation`, under its names.
-
-    Raises:
-        BadInput: the installed transformers does not have it.
-    """
+    """The segmentation head of transformers' `RfDetrForInstanceSegmentation`, under its names."""
 
     def __init__(self, config: RfDetrConfig):
         super().__init__()
-        if not hasattr(modeling_rf_detr, "RfDetrSegmentationBlock"):
-            raise BadInput("model.masks: the installed transformers has no RF-DETR with masks; install 5.23 or newer")
         width = config.d_model
         self.downsampling = config.mask_downsample_ratio
-        blocks = [modeling_rf_detr.RfDetrSegmentationBlock(config) for _ in range(config.decoder_layers)]
+        blocks = [RfDetrSegmentationBlock(config) for _ in range(config.decoder_layers)]
         self.blocks = nn.ModuleList(blocks)
         self.spatial_features_proj = nn.Conv2d(width, width, kernel_size=1)
-        self.query_features_block = modeling_rf_detr.RfDetrSegmentationMLPBlock(config)
+        self.query_features_block = RfDetrSegmentationMLPBlock(config)
         self.query_features_proj = nn.Linear(width, width)
         self.segmentation_bias = nn.Parameter(torch.zeros(1))
 
