@@ -62,9 +62,42 @@ from toolkit.data.formats import open_dataset
 from toolkit.evaluation.coco import check_ground_truth
 val_table = open_dataset("val", format="shapes")
 val_table.row(0), check_ground_truth(val_table)
+import torch
+from toolkit.run.processes import prepare, start_accelerator
+from toolkit.step.optim import build_optimizer
+model = torch.nn.Linear(1, 1)
+model.buffers_steer_training = model.leaves_unused = False
+for name in ("adamw", "adam", "sgd"):
+    groups = [{"params": list(model.parameters()), "lr": 0.1, "name": "all"}]
+    _, optimizer = prepare(start_accelerator("no"), model, build_optimizer(name, groups), None, False)
+    model(torch.ones(1)).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
 print(*sys.modules)
 import gc
 print(gc.get_freeze_count(), gc.isenabled())
+"""
+# What was imported without torch's compiler has it when it is needed.
+COMPILER = """
+import sys
+from toolkit.data import decoding
+from torchvision import tv_tensors
+from torchvision.ops import roi_align
+import torch
+assert "torch._dynamo" not in sys.modules and "torch._dynamo.utils" not in sys.modules
+box = tv_tensors.Mask(torch.zeros(1, 2, 2))
+assert type(tv_tensors.wrap(torch.ones(1, 2, 2), like=box)) is tv_tensors.Mask
+assert torch.compiler.disable.__module__ == "torch.compiler"
+function = sys.modules[roi_align.__module__].is_compile_supported
+assert "torch._dynamo" not in sys.modules and function("cpu") in (True, False) and "torch._dynamo" in sys.modules
+assert sys.modules["torch._dynamo.utils"].__file__
+
+def masked(x):
+    return tv_tensors.wrap(2 * x, like=box) + 1
+
+compiled = torch.compile(masked, backend="eager")
+assert torch.equal(compiled(torch.ones(1, 2, 2)), torch.full((1, 2, 2), 3.0))
 """
 
 
@@ -78,7 +111,14 @@ def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
     assert int(collector.split()[0]) > 100_000 and collector.endswith("True")  # imports are not walked again and again
     assert "jsonargparse" in of_settings and not {"torch", "accelerate"} & of_settings  # --help, a mistyped flag
     needless = {"transformers", "datasets", "pandas", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
+    needless |= {"torch._dynamo", "torch.distributed.tensor", "sympy", "triton"}  # the compiler, and sharded weights
     assert "timm" in of_training and not needless & of_training
+
+
+def test_the_compiler_is_imported_where_it_is_needed():
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", COMPILER], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_lists_of_pyproject_have_every_extra_and_every_folder():

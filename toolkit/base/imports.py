@@ -2,11 +2,13 @@
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 from toolkit.base.errors import BadInput
 
@@ -34,16 +36,96 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
 def import_without(module: str, hidden: str) -> None:
     """Import `module` as if the optional module `hidden` were not installed.
 
-    If `hidden` is imported already, `module` can use it. Later imports of `hidden` are unaffected.
+    If `hidden` is imported already, `module` can use it. Later imports of `hidden` are unaffected. torch's compiler is
+    not imported for `module`, see `compiler_when_used`.
     """
     if hidden in sys.modules:
         importlib.import_module(module)
         return
     sys.modules[hidden] = None
     try:
-        importlib.import_module(module)
+        with compiler_when_used():
+            importlib.import_module(module)
     finally:
         del sys.modules[hidden]
+
+
+def import_torchvision() -> None:
+    """Import torchvision as far as the toolkit always needs it, and without torch's compiler, which it seldom uses."""
+    with compiler_when_used():
+        importlib.import_module("torchvision.tv_tensors")
+
+
+@contextlib.contextmanager
+def compiler_when_used() -> Iterator[None]:
+    """Let modules that are imported inside the block mention torch's compiler, `torch._dynamo`, without importing it.
+
+    The compiler takes nearly a second and 100 MB of every process. torchvision and timm mention it in two ways, for
+    which there is a substitute inside the block:
+
+    - They exclude functions from compilation by `torch.compiler.disable`: here that imports the compiler only when
+      something is compiled.
+    - torchvision's `roi_align` takes a function from `torch._dynamo.utils`, for GPUs and `run.deterministic`: here the
+      function imports the compiler when it is called.
+
+    What uses the compiler in another way still imports it. If it is imported already, nothing is substituted.
+    """
+    import torch
+
+    if _COMPILER_UTILS in sys.modules:
+        yield
+        return
+    stand_in = _CompilerUtils(_COMPILER_UTILS)
+    sys.modules[_COMPILER_UTILS] = stand_in
+    disable = torch.compiler.disable
+    torch.compiler.disable = functools.partial(_disable_when_compiling, disable)
+    try:
+        yield
+    finally:
+        torch.compiler.disable = disable
+        if sys.modules.get(_COMPILER_UTILS) is stand_in:
+            del sys.modules[_COMPILER_UTILS]
+
+
+_COMPILER_UTILS = "torch._dynamo.utils"
+
+
+class _CompilerUtils(ModuleType):
+    """The stand-in of `compiler_when_used` for a module of the compiler."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what the import machinery asks of a module
+            raise AttributeError(name)
+        if name == "is_compile_supported":
+            return _is_compile_supported
+        return getattr(_compiler_utils(), name)
+
+
+def _is_compile_supported(device_type: str) -> bool:
+    return _compiler_utils().is_compile_supported(device_type)
+
+
+def _compiler_utils() -> ModuleType:
+    """Import the module that `_CompilerUtils` stands for."""
+    if isinstance(sys.modules.get(_COMPILER_UTILS), _CompilerUtils):
+        del sys.modules[_COMPILER_UTILS]
+    return importlib.import_module(_COMPILER_UTILS)
+
+
+def _disable_when_compiling(disable: Callable, function: Callable | None = None, *args: Any, **options: Any) -> Any:
+    """Do what `disable`, torch.compiler.disable, does to a function, but not before the compiler is there or called."""
+    import torch
+
+    if function is None or "torch._dynamo" in sys.modules:
+        return disable(function, *args, **options)
+
+    @functools.wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return disable(function, *args, **options)(*values, **named)
+        return function(*values, **named)
+
+    return call
 
 
 _has_frozen = False  # whether `importing` has frozen the objects of this process's first imports
@@ -74,7 +156,8 @@ def importing() -> Iterator[None]:
     """
     global _has_frozen
     with gc_disabled():
-        yield
+        with compiler_when_used():
+            yield
         if not _has_frozen:  # asking `gc` for it would walk through all frozen objects
             _has_frozen = True
             gc.freeze()

@@ -12,10 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.imports import import_torchvision
 from toolkit.data.image_sources import Stored
+
+import_torchvision()
+from torchvision.io import ImageReadMode, decode_jpeg  # noqa: E402 (after the line above, which makes it fast)
 
 JPEG_START = b"\xff\xd8\xff"
 APP1 = 0xE1  # the segment of EXIF, and of XMP
