@@ -134,27 +134,48 @@ class ByClass:
 
 
 def _one_class(shared: ByClass, label: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute AP (A, T, 1) and recall (S, T, 1) of one class, as for `summarise`."""
+    """Compute AP (A, T, 1) and recall (S, T, 1) of one class, as for `summarise`.
+
+    Only the C predictions near a box can be right, and only at right ones does the precision rise. So the others are
+    merely counted.
+    """
     m = shared.matches
     ap, recall = shared.undefined(1)
-    rows = shared.of_class[label]
     near = shared.near[label]
     candidate = shared.candidate[label]
-    rank = m.rank[rows]
+    rank = m.rank[shared.of_class[label][near]]
     for a, area in enumerate(AREA_RANGES):
         total = shared.totals[a, label]
         if not total:
             continue
         inside = shared.inside(label, area)
-        for t in range(len(IOU_THRESHOLDS)):
-            gt = np.full(len(rows), -1, np.int64)
-            gt[near] = m.coco.gt[a, t, candidate]
-            right = (gt >= 0) & shared.required[a][gt]
-            wrong = (gt < 0) & inside
-            ap[a, t] = exact_average_precision(right, wrong, total)
-            for slot, top in shared.tops(a):
-                recall[slot, t] = right[rank < top].sum() / total
+        gt = m.coco.gt[a][:, candidate]  # (T, C)
+        finds = gt >= 0
+        right = finds & shared.required[a][gt]
+        inside_so_far = np.cumsum(inside)[near]
+        wrong_so_far = inside_so_far - np.cumsum(finds & inside[near], axis=1)
+        ap[a, :, 0] = _average_precisions(right, wrong_so_far, total)
+        for slot, top in shared.tops(a):
+            recall[slot, :, 0] = right[:, rank < top].sum(axis=1) / total
     return ap, recall
+
+
+def _average_precisions(right: np.ndarray, wrong_so_far: np.ndarray, total: int) -> np.ndarray:
+    """Compute `exact_average_precision` at each of T IoU thresholds from the predictions near a box, best first.
+
+    right: (T, C) bool, true positives. wrong_so_far: (T, C) the number of false positives up to each of the C
+    predictions, those that are not near a box included. total: number of boxes to find.
+    """
+    right_so_far = np.cumsum(right, axis=1).astype(float)
+    precision = right_so_far / np.maximum(right_so_far + wrong_so_far, 1)
+    best_from_here = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+    with_end = np.pad(best_from_here, [(0, 0), (0, 1)])  # a recall that is not reached has precision 0
+    recall = right_so_far / total
+    at_recall = [
+        of_threshold[np.searchsorted(reached, RECALL_THRESHOLDS, side="left")]
+        for of_threshold, reached in zip(with_end, recall, strict=True)
+    ]
+    return np.stack(at_recall).mean(axis=1)
 
 
 def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) -> float:
