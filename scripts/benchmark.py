@@ -27,6 +27,7 @@ from benches.evaluation import bench_evaluation
 from benches.gpu import bench_gpu
 from benches.loading import bench_loading
 from benches.loop import bench_loop
+from benches.memory import bench_memory
 from benches.peers import bench_peers, bench_peers_sets
 from benches.predict import bench_predict
 from benches.reading import bench_reading
@@ -51,6 +52,7 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("table", bench_table, {"num_images": 500, "num_boxes": 3000, "repeats": 1}),
     ("reading", bench_reading, {"sizes": {300: 2000}}),
     ("startup", bench_startup, {"repeats": 1}),
+    ("memory", bench_memory, {"steps": 2, "images": 16}),
     ("yolov3_losses", bench_yolov3_losses, {"batch": 1, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
     ("yolov3_export", bench_yolov3_export, {"batch": 1, "side": 64, "repeats": 1}),
     ("graph_evaluation", bench_graph_evaluation, {"num_images": 6, "num_objects": 9, "num_pairs": 60, "repeats": 1}),

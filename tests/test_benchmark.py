@@ -25,7 +25,7 @@ def benchmark():
 
 
 def test_quick_run_prints_every_row_and_equal_numbers(benchmark, capsys):
-    slow = {"loop", "reading", "startup", "yolov3_export"} | benchmark.ASKED_FOR
+    slow = {"loop", "reading", "startup", "memory", "yolov3_export"} | benchmark.ASKED_FOR
     rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = {row["name"]: row["value"] for row in rows}
     assert len(values) == len(rows)
@@ -163,6 +163,19 @@ def test_exported_yolov3_computes_the_same(benchmark):
 def test_reading_a_coco_file_is_measured(benchmark):
     values = {row["name"]: row["value"] for row in benchmark.main(["--quick", "--only", "reading"])}
     assert values["COCO file of 300 images, read"] > 0 and "COCO file of 300 images, checked, memory" in values
+
+
+@pytest.mark.slow  # three processes
+def test_memory_is_measured_part_by_part(benchmark):
+    from benches.memory import PROGRAMS
+
+    values = {row["name"]: row["value"] for row in benchmark.main(["--quick", "--only", "memory"])}
+    for program in PROGRAMS:
+        title = f"memory, {program}"
+        after = {name: mib for name, mib in values.items() if name.startswith(f"{title}, after")}
+        assert len(after) == (8 if program == "bare loop" else 9)
+        assert 0 < after[f"{title}, after the imports"] < after[f"{title}, after all steps"]
+        assert max(after.values()) <= values[f"{title}, peak"] + 1
 
 
 @pytest.mark.slow
