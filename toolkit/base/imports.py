@@ -112,17 +112,20 @@ def _compiler_utils() -> ModuleType:
     return importlib.import_module(_COMPILER_UTILS)
 
 
-def _disable_when_compiling(disable: Callable, function: Callable | None = None, *args: Any, **options: Any) -> Any:
-    """Do what `disable`, torch.compiler.disable, does to a function, but not before the compiler is there or called."""
+def _disable_when_compiling(
+    disable: Callable, function: Callable | None = None, recursive: bool = True, **options: Any
+) -> Callable:
+    """Do what `disable`, torch.compiler.disable, does to a function, but import the compiler only when it is used."""
     import torch
 
     if function is None or "torch._dynamo" in sys.modules:
-        return disable(function, *args, **options)
+        return disable(function, recursive, **options)
+    disabled = torch._disable_dynamo(function, recursive)  # torch's own way for functions inside torch
 
     @functools.wraps(function)
     def call(*values: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
-            return disable(function, *args, **options)(*values, **named)
+            return disabled(*values, **named)
         return function(*values, **named)
 
     return call
