@@ -54,10 +54,11 @@ parse_config(train_detr.Config, [], train_detr.DEFAULT_CONFIG)
 print(*sys.modules)
 from toolkit import session
 from toolkit.evaluation.coco import make_evaluator
-from toolkit.models import detector_class
+from toolkit.models import build_detector, detector_class
 from toolkit.detectors.scene_graphs.start import start_scene_graph
 for architecture in ("ssd", "yolov3", "faster_rcnn", "scene_graph"):
     detector_class(architecture)
+build_detector("faster_rcnn", class_names=["a"], backbone="resnet10t")
 from toolkit.data.formats import open_dataset
 from toolkit.evaluation.coco import check_ground_truth
 val_table = open_dataset("val", format="shapes")

@@ -154,17 +154,21 @@ def gc_disabled() -> Iterator[None]:
 def importing() -> Iterator[None]:
     """Disable the garbage collector during seconds of imports, as `gc_disabled` does.
 
-    The objects that exist after the first block of a process are frozen: the collector never looks at them again. Later
-    blocks freeze nothing, because their objects may be in use for a while only.
+    The objects that exist after the first block of a process are frozen: the collector never looks at them again. Of
+    later blocks only one that imports very much does so, such as transformers with torch's compiler: otherwise the
+    objects may be in use for a while only.
     """
     global _has_frozen
+    modules_before = len(sys.modules)
     with gc_disabled():
         with compiler_when_used():
             yield
-        if not _has_frozen:  # asking `gc` for it would walk through all frozen objects
+        imports_much = len(sys.modules) - modules_before > 1000
+        if imports_much or not _has_frozen:  # asking `gc` for it would walk through all frozen objects
+            if not _has_frozen:
+                atexit.register(gc.unfreeze)  # otherwise libraries that count report the uncollected objects as leaked
             _has_frozen = True
             gc.freeze()
-            atexit.register(gc.unfreeze)  # otherwise libraries that count report the uncollected objects as leaked
 
 
 # ---- code that files name --------------------------------------------------------------------------------------------

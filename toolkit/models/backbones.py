@@ -17,6 +17,7 @@ from timm.layers import GroupNormAct, LayerNorm2d, convert_sync_batchnorm
 from timm.models import FeatureInfo
 from timm.utils.model import unfreeze_batch_norm_2d
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from toolkit.base.errors import BadInput
 from toolkit.step.freezing import freeze_batch_norms
@@ -32,6 +33,16 @@ _PLAIN_VIT = {  # keywords of such a model
 }
 
 
+class _WithoutInitialWeights(TorchFunctionMode):
+    """A context that draws no random weights: on the device meta, torch would import its compiler for it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "").endswith(("normal_", "uniform_")):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
+
+
 def feature_strides(name: str) -> list[int]:
     """Return the strides in pixels of the feature maps that the timm backbone `name` offers, from shallow to deep.
 
@@ -43,7 +54,7 @@ def feature_strides(name: str) -> list[int]:
         hint = f"similar names: {', '.join(similar)}" if similar else "`timm.list_models()` lists them all"
         raise BadInput(f"model.backbone: timm has no backbone {name!r}; {hint}.")
     try:
-        with torch.device("meta"):  # only the shapes are needed
+        with torch.device("meta"), _WithoutInitialWeights():  # only the shapes are needed
             model = timm.create_model(name, features_only=True)
         return list(model.feature_info.reduction())
     except (RuntimeError, AttributeError, AssertionError) as error:
@@ -225,7 +236,7 @@ def is_plain_vit(name: str) -> bool:
     if not timm.is_model(name):
         return False
     try:
-        with torch.device("meta"):  # only the shapes are needed
+        with torch.device("meta"), _WithoutInitialWeights():  # only the shapes are needed
             model = timm.create_model(name, **_PLAIN_VIT)
         strides = model.feature_info.reduction()
     except (TypeError, RuntimeError, AttributeError, AssertionError):  # a model without these keywords, or without maps
@@ -322,7 +333,7 @@ def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: boo
 
 
 def _parameters_before_stride_8(backbone: nn.Module, name: str) -> list[nn.Parameter]:
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutInitialWeights():
         model = timm.create_model(name, features_only=True)
     info = model.feature_info.get_dicts(keys=["module", "reduction"])
     deeper = [feature["module"] for feature in info if feature["reduction"] > 4]
