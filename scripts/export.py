@@ -9,10 +9,10 @@
 `model_int8.xml` (OpenVINO, which `pip install "detection-toolkit[openvino]"` installs) take images uint8 (B, 3, H, W),
 RGB, and give boxes (B, K, 4) xyxy in pixels of these images, scores (B, K) and labels (B, K), best first; rows without
 a detection have score 0 and label -1. Those of a detector with masks give masks (B, K, h, w) too, probabilities in the
-box or over the whole image, as the metadata says. Normalisation, padding, decoding and suppression are part of the file. Batches
-may have any number of images, and images any size that the model allows. Classes, the size that images are resized to,
-and the threshold are in the metadata. scripts/predict.py takes these files like a run; a `.pt2` needs `--trust`,
-because it can run any code.
+box or over the whole image, as the metadata says. Normalisation, padding, decoding and suppression are part of the
+file. Batches may have any number of images, and images any size that the model allows. Classes, the size that images
+are resized to, and the threshold are in the metadata. scripts/predict.py takes these files like a run; a `.pt2` needs
+`--trust`, because it can run any code.
 
 Each file is then evaluated on the run's validation data (or `--split`), and its AP is compared with PyTorch's.
 `--benchmark` measures milliseconds of an image in batches of 1 and 8, on one thread and two.
