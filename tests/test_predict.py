@@ -27,7 +27,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category, LabelledImages
 from toolkit.detectors.scene_graphs.graph_pictures import draw_arrow, draw_found, left_out_in_words
-from toolkit.evaluation.draw import CLASS_COLOURS, picture_with_boxes
+from toolkit.evaluation.draw import CLASS_COLOURS, MOST_TAGS, picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
@@ -462,3 +462,17 @@ def test_the_most_uncertain_images_are_chosen_and_near_duplicates_last(tmp_path)
     assert first["file"].endswith("sided.png") and float(first["uncertainty"]) == pytest.approx(total)
     with pytest.raises(BadInput, match="--uncertain 0: expected the number"):
         most_uncertain(predictor, files, 0)
+
+
+def test_a_crowded_picture_has_thin_lines_and_no_tags():
+    """The tags of so many objects would hide the picture."""
+    image = torch.zeros(3, 200, 200, dtype=torch.uint8)
+    corners = torch.tensor([[10.0 * (i % 20), 40.0 * (i // 20)] for i in range(MOST_TAGS + 1)])
+    boxes = torch.cat([corners, corners + torch.tensor([8.0, 30.0])], dim=1)
+
+    def covered(count: int) -> float:
+        objects = {"boxes": boxes[:count], "labels": torch.zeros(count, dtype=torch.int64)}
+        pixels = np.asarray(picture_with_boxes(image, objects, ["nucleus"]))
+        return float((pixels > 0).any(axis=2).mean())
+
+    assert covered(MOST_TAGS + 1) < covered(MOST_TAGS) / 2

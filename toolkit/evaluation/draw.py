@@ -23,6 +23,7 @@ GAP_PX = 10
 BACKGROUND_COLOUR = "#FFFFFF"
 TEXT_COLOUR = "#222222"
 MASK_OPACITY = 0.4
+MOST_TAGS = 30  # objects in a picture; the tags and thick lines of more would hide it
 
 
 @dataclass
@@ -276,7 +277,7 @@ def draw_marks(
     size: int = 12,
 ) -> None:
     """Draw masks and boxes into the picture, in place, the last one on top; then draw their tags, so that no line
-    crosses a text.
+    crosses a text. More than `MOST_TAGS` objects have thin lines and no tags: the colours say the classes.
 
     Args:
         scale: pixels of the picture per pixel of the image.
@@ -288,7 +289,8 @@ def draw_marks(
             _draw_mask(picture, mark, scale, corner)
     draw = ImageDraw.Draw(picture)
     font = text_font(size)
-    line = max(2, round(size / 5))
+    is_crowded = len(marks) > MOST_TAGS
+    line = 1 if is_crowded else max(2, round(size / 5))
     edges = np.array([picture.width, picture.height] * 2)
     boxes = []
     for mark in marks:
@@ -304,11 +306,12 @@ def draw_marks(
         if mark.dashed:
             _dashed(draw, box, mark.colour, line)
         else:
-            frame = (x1 - 1, y1 - 1, x2 + 1, y2 + 1)  # black, visible on any background
-            draw.rectangle(frame, outline="#000000", width=line + 2)
+            if not is_crowded:
+                frame = (x1 - 1, y1 - 1, x2 + 1, y2 + 1)  # black, visible on any background
+                draw.rectangle(frame, outline="#000000", width=line + 2)
             draw.rectangle(box, outline=mark.colour, width=line)
     tags: list[tuple] = []
-    named = [(mark, box) for mark, box in zip(marks, boxes, strict=True) if mark.text]
+    named = [(mark, box) for mark, box in zip(marks, boxes, strict=True) if mark.text and not is_crowded]
     for mark, box in reversed(named):  # the best comes first and gets the best place
         width = draw.textlength(mark.text, font=font) + size // 2
         tag = _place_of_tag(box, width, size + 4, picture.size, tags)
