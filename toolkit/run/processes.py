@@ -150,7 +150,8 @@ def prepare(
     accelerator.ddp_handler.find_unused_parameters = detector.leaves_unused or order_counts
     with warnings.catch_warnings():  # Accelerate knows DDP's `broadcast_buffers` by no newer name
         warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-        # The detector is where it belongs. Before moving it, Accelerate would import what shards weights, for 0.4 s.
+        # Moved here: before it moves a detector, Accelerate imports what shards weights, which takes 0.4 s.
+        detector = detector.to(accelerator.device)
         return accelerator.prepare(detector, optimizer, device_placement=[False, None])
 
 
