@@ -238,7 +238,7 @@ class RunWriter:
         Raises BadInput if the file cannot be written, or was removed.
         """
         if self._is_main:
-            if not self._metrics.path.exists():  # writing to a file that was removed is no error for the system
+            if not self._metrics.path.exists():  # writing to a file that was removed is not an error for the system
                 raise BadInput(
                     f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on goes on "
                     "with --run.resume latest; the rows so far are lost."

@@ -10,7 +10,7 @@ from toolkit.tools.export.exported_files import ExportMetadata
 
 @dataclass
 class ExportedMasks:
-    """What an exported file stands in for where masks are made pixels. about: metadata of the file."""
+    """A stand-in for the detector of an exported file, which makes pixels of its masks. about: metadata of the file."""
 
     about: ExportMetadata
 
