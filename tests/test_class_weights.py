@@ -9,7 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
-from small_detectors import HYBRIDS, batch_of, gradient_of, run
+from small_detectors import REAL_TIME, batch_of, gradient_of, run
 from test_contract import MODELS, built
 from test_unlabelled import class_gradients, of_class_1
 
@@ -73,7 +73,7 @@ def test_nothing_pulls_towards_a_class_of_weight_0(name):
 
 def exact(name: str):
     """A detector whose losses of an image do not depend on the other images of its batch."""
-    options = {"num_denoising": 0} if name in HYBRIDS else {"norm": "group"} if name == "ssd" else {}
+    options = {"num_denoising": 0} if name in REAL_TIME else {"norm": "group"} if name == "ssd" else {}
     detector = built(name, **options)
     if name not in ("faster_rcnn", "dab-detr"):  # parts of them take float32 alone
         detector.double()

@@ -184,6 +184,7 @@ class SamePadded(torch.nn.Module):
     """A backbone with TensorFlow's "same" padding, as timm has it."""
 
     exported_sides = "any"
+    predicts_masks = False
 
     def __init__(self, stride: int):
         super().__init__()

@@ -84,7 +84,7 @@ class Rows:
         return _around(numbers[:-1]), ""
 
     def polygon_of(self, numbers: Sequence[float]) -> Sequence[float] | None:
-        """Return the corners x, y, x, y, ... in fractions of a line that `box_of` accepts; None if it has no polygon."""
+        """Return the corners x, y, x, y, ... in fractions of a line that `box_of` accepts; None of any other line."""
         count = len(numbers)
         if count < 6 or self.shape not in (UNSAID, None):
             return None
