@@ -15,7 +15,10 @@ WEIGHED = {"--loss.class_weights": "{circle: 3.0, star: 0.2}"}
 ALIKE = {
     "train_detr": [{"--config": PUBLISHED} | WEIGHED],
     "train_yolov3": [{"--model.norm": "group", "--data.multi_scale": "[]"} | WEIGHED],
-    "train_faster_rcnn": [{"--model.freeze": "norms"} | WEIGHED],
+    "train_faster_rcnn": [
+        {"--model.freeze": "norms"} | WEIGHED,
+        {"--model.freeze": "norms", "--model.masks": True, "--model.mask_convs": 1, "--model.mask_channels": 8},
+    ],
     "train_sgg": [
         {"--model.freeze": "norms", "--model.head_options.dropout": 0},
         {"--model.freeze": "detector_and_norms", "--model.mode": "sgcls", "--model.head": "vctree",

@@ -1,0 +1,28 @@
+"""Training with masks: killed and resumed, on two processes, and cut into micro-batches."""
+
+import pytest
+from launching import EVALUATION, assert_same_run, kill, training_rows
+
+MASKS = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channels", 8)
+
+
+@pytest.fixture(scope="module")
+def masked(script, settings):
+    if script.name != "train_faster_rcnn":
+        pytest.skip("the script has no masks")
+    return settings(*MASKS, "--run.max_steps", 6, "--run.eval_every", 3, "--run.save_every", 2, "--run.epochs", 2,
+                    "--data.workers", 2, "--run.resume", "latest", "--run.keep", 1, "--eval.pictures", 2)  # fmt: skip
+
+
+@pytest.mark.every_script("slow")
+def test_a_killed_run_with_masks_goes_on_to_the_bit(server, script, masked, tmp_path):
+    for processes in (1, 2):
+        place = ["--run.output_dir", tmp_path, "--data.batch_size_per_device", 4 // processes]
+        name = f"reference{processes}"
+        reference = server.run(script, [*masked, *place, "--run.name", name], processes).ok().folder
+        place += ["--run.name", f"killed{processes}"]
+        for fault in (kill(5), kill(1, EVALUATION)) if processes == 1 else (kill(5),):
+            assert server.run(script, [*masked, *place], processes, [fault]).code == -9
+        assert_same_run(server.run(script, [*masked, *place], processes).ok().folder, reference)
+        row = training_rows(reference)[-1]
+        assert row["train/loss_mask"] > 0
