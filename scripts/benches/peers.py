@@ -232,7 +232,9 @@ def _ours(plan: PeerPlan, watch: Watch) -> Ran:
              "run.precision": "no", "run.eval_every": 0, "run.save_every": 0, "run.epochs": 10000}  # fmt: skip
     if plan.data != "shapes":
         flags |= {"data.format": "coco", "data.train": plan.train, "data.val": plan.val, "data.image_size": plan.side,
-                  "data.image_dir": plan.train_images, "data.batch_size_per_device": plan.batch}  # fmt: skip
+                  "data.batch_size_per_device": plan.batch}  # fmt: skip
+        if plan.train_images == plan.val_images:  # else the folders are found by the names of the splits
+            flags["data.image_dir"] = plan.train_images
     words = [f"--{key}={value}" for key, value in flags.items()]
     path = CONFIGS / f"{config.format(plan.config)}.yaml"
     watch.run([sys.executable, SCRIPTS / f"{script}.py", "--config", path, *words], Ran.first)
