@@ -9,7 +9,7 @@ MASKS = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channel
 @pytest.fixture(scope="module")
 def masked(script, settings):
     if script.name != "train_faster_rcnn":
-        pytest.skip("the script has no masks")
+        pytest.skip("of the small detectors of these tests, only Faster R-CNN can learn masks")
     return settings(*MASKS, "--run.max_steps", 6, "--run.eval_every", 3, "--run.save_every", 2, "--run.epochs", 2,
                     "--data.workers", 2, "--run.resume", "latest", "--run.keep", 1, "--eval.pictures", 2)  # fmt: skip
 

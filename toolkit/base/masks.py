@@ -263,15 +263,9 @@ def tight_boxes(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
 
 
 def boxes_around(pixels: Tensor) -> Tensor:
-    """Return the tight boxes (N, 4) float32 xyxy of masks (N, H, W); zeros for an empty mask."""
-    boxes = torch.zeros(len(pixels), 4)
-    for row, mask in enumerate(pixels):
-        rows = mask.any(1).nonzero()[:, 0]
-        columns = mask.any(0).nonzero()[:, 0]
-        if len(rows):
-            corners = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
-            boxes[row] = torch.stack(corners)
-    return boxes
+    """Return the tight boxes (N, 4) float32 xyxy of masks (N, H, W) on the CPU; zeros for an empty mask."""
+    boxes = tight_boxes(rles_of(pixels), tuple(pixels.shape[-2:]))
+    return torch.from_numpy(boxes).float()
 
 
 def column_of(shapes: Sequence[Shape]) -> np.ndarray:

@@ -19,7 +19,7 @@ ROUNDING_PX = 0.01  # as far as this, rounding alone puts a corner outside
 AREA_TOLERANCE = 0.05  # of the annotated area
 BOX_TOLERANCE = 0.05  # of a side of the box, and
 BOX_TOLERANCE_PX = 2.0  # at least so many pixels: masks and boxes are rounded differently
-MASKS_AT_ONCE = 8192  # whose corners are copied for a check
+CHECKED_AT_ONCE = 8192  # masks whose corners are copied for a check
 SMALL_PX = 16.0  # square pixels; a polygon of less area may have no pixel at all, so it is drawn
 MAX_NAMED = 10  # objects with the same kind of fault; of more, one line says how many
 UNUSABLE = "objects have no mask that can be used; each becomes a crowd region, neither object nor background"
@@ -53,8 +53,8 @@ def with_masks(
     Raises BadInput: there are objects, but not one mask that can be used.
     """
     found: Found = {UNUSABLE: [], REPAIRED: [], OTHER_AREA: [], OTHER_BOX: []}
-    shapes = _usable_shapes(boxes, order, annotations, images, found)
     sizes_hw = _sizes_hw(boxes, images)
+    shapes = _usable_shapes(boxes, order, annotations, sizes_hw, found)
     has_mask = np.array([shape is not None for shape in shapes], bool)
     has_size = np.array([size is not None for size in sizes_hw], bool)
     if len(boxes) and not has_mask.any():
@@ -91,11 +91,10 @@ def _sizes_hw(boxes: Boxes, images: Sequence[ImageRow]) -> list[Size | None]:
 
 
 def _usable_shapes(
-    boxes: Boxes, order: np.ndarray, annotations: Annotations, images: Sequence[ImageRow], found: Found
+    boxes: Boxes, order: np.ndarray, annotations: Annotations, sizes_hw: Sequence[Size | None], found: Found
 ) -> list[Shape]:
     """Return the mask of each box inside its image, None if it has none that can be used."""
     shapes = [annotations.masks.get(number) for number in order.tolist()]
-    sizes_hw = _sizes_hw(boxes, images)
     height, width = np.array([size or (np.inf, np.inf) for size in sizes_hw]).reshape(-1, 2).T
     area, around = _by_corners(shapes)
     is_inside = (around[:, :2] >= 0).all(axis=1) & (around[:, 2] <= width) & (around[:, 3] <= height)
@@ -188,8 +187,8 @@ def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
     area = np.full(len(shapes), np.nan)
     around = np.full((len(shapes), 4), np.nan)
     rows = [row for row, shape in enumerate(shapes) if shape is not None and not isinstance(shape, Rle)]
-    for start in range(0, len(rows), MASKS_AT_ONCE):
-        some = rows[start : start + MASKS_AT_ONCE]
+    for start in range(0, len(rows), CHECKED_AT_ONCE):
+        some = rows[start : start + CHECKED_AT_ONCE]
         rings = [ring for row in some for ring in shapes[row]]
         first_ring = offsets_of([len(shapes[row]) for row in some])[:-1]
         first_corner = offsets_of([len(ring) for ring in rings])[first_ring]

@@ -19,7 +19,7 @@ def shape_of(segmentation: object) -> tuple[Shape, list[str]]:
     """Read a value of COCO's key `segmentation`.
 
     segmentation: a list of polygons [x1, y1, x2, y2, ...] in pixels, or {"size": [height, width], "counts": run lengths
-        as a list of whole numbers or as COCO's compressed text}; None and an empty list are no mask.
+        as a list of whole numbers or as COCO's compressed text}; None and an empty list are not masks.
 
     Returns the mask, None if there is none that can be used, and a phrase for each fault. A polygon with faults is left
     out; the others make up the mask.

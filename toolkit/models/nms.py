@@ -167,7 +167,6 @@ def sorted_nms(
         of_classes = boxes_xyxy[:, None].expand(-1, classes, -1, -1)  # (G, C, K, 4)
         return class_wise_nms(of_classes, turns, threshold).any(1)
     count = valid.shape[1]
-    trust = _trust.get()
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
     groups_at_once = max(1, PAIRS_PER_CHUNK // max(1, count**2))
     parts = []
@@ -178,6 +177,15 @@ def sorted_nms(
     over = torch.cat(parts) if len(valid) else later[None][:0]  # (G, K, K): the row could suppress the column
     if labels is not None:
         over &= labels[:, :, None] == labels[:, None]
+    return _kept_in_rounds(over, valid)
+
+
+def _kept_in_rounds(over: Tensor, valid: Tensor) -> Tensor:
+    """Return a bool mask (G, K) of the boxes that no better kept box suppresses.
+
+    over: (G, K, K) bool, the box of the row could suppress that of the column. valid: (G, K) bool.
+    """
+    trust = _trust.get()
     # Counts as a matrix product take one kernel a round, and one read of `over`, where `(over & keep).any()` takes
     # three reads and writes. float16 is exact enough: a sum of ones is 0 or at least 1 in it.
     exact = torch.float16 if is_waited_for(valid.device) else torch.float32

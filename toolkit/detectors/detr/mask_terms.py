@@ -98,7 +98,7 @@ class BatchMasks(NamedTuple):
     """The masks of a batch of B images.
 
     predicted: of L layers, the encoder's proposals last. masks: (N, H, W) uint8 of all objects, crowd regions among
-    them. counts: their number in each image. objects: the number of those that are no crowd region. groups: number of
+    them. counts: their number in each image. objects: the number of those that are not crowd regions. groups: number of
     groups of queries. cost_points: (B, P, 2) x and y of points as fractions of the image. candidates: (N, 3 P', 2), and
     further: (N, P' / 4, 2), points for each object. costs: weights of cross-entropy and Dice in the matching cost.
     """
