@@ -179,6 +179,12 @@ def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size
     return moved
 
 
+def rectangle(xyxy: Sequence[float]) -> Polygons:
+    """Return a box as a polygon."""
+    left, top, right, bottom = map(float, xyxy)
+    return (np.array([[left, top], [right, top], [right, bottom], [left, bottom]]),)
+
+
 # ---- pixels and run lengths ------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes, offsets_of
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, column_of, tight_boxes
+from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, column_of, rectangle, tight_boxes
 from toolkit.data.annotations import Annotations, ImageRow
-from toolkit.data.segmentations import MAX_MASK_COORDINATE_PX, clipped, polygon_areas, rectangle
+from toolkit.data.segmentations import MAX_MASK_COORDINATE_PX, clipped, polygon_areas
 from toolkit.data.table import Problem
 
 ROUNDING_PX = 0.01  # as far as this, rounding alone puts a corner outside

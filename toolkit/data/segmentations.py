@@ -184,12 +184,6 @@ def _cut_at(ring: np.ndarray, axis: int, limit: float, sign: int) -> np.ndarray:
     return np.array(corners).reshape(-1, 2)
 
 
-def rectangle(xyxy: Sequence[float]) -> Polygons:
-    """Return a box as a polygon."""
-    left, top, right, bottom = map(float, xyxy)
-    return (np.array([[left, top], [right, top], [right, bottom], [left, bottom]]),)
-
-
 def polygon_areas(rings: Sequence[np.ndarray]) -> np.ndarray:
     """Return the area that each of R rings (P, 2) encloses by its corners, in square pixels, (R,) float64."""
     if not len(rings):

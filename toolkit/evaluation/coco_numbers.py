@@ -183,17 +183,8 @@ def exact_average_precision(right: np.ndarray, wrong: np.ndarray, total: int) ->
 
     Predictions in neither mask are ignored. total: number of boxes to find.
     """
-    true_positives = np.cumsum(right)
-    false_positives = np.cumsum(wrong)
-    keep = right | wrong
-    true_positives = true_positives[keep].astype(float)
-    false_positives = false_positives[keep].astype(float)
-    precision = true_positives / np.maximum(true_positives + false_positives, 1)
-    precision = np.maximum.accumulate(precision[::-1])[::-1]
-    at = np.searchsorted(true_positives / total, RECALL_THRESHOLDS, side="left")
-    at = np.minimum(at, len(precision))
-    with_end = np.append(precision, 0.0)  # a recall that is not reached has precision 0
-    return float(with_end[at].mean())
+    wrong_so_far = np.cumsum(wrong)
+    return float(_average_precisions(right[None], wrong_so_far[None], total)[0])
 
 
 def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

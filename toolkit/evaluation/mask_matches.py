@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Shape, areas, column_of, rle
+from toolkit.base.masks import areas, column_of, rectangle, rle
 from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
 
 LISTED_FAULTS = 10
@@ -28,14 +28,9 @@ def masks_of_truth(table) -> np.ndarray | None:
     sizes_hw = table.sizes_hw()[truth.image_index].tolist()
     encoded = []
     for shape, box, size_hw in zip(truth.extra["masks"], truth.xyxy.tolist(), sizes_hw, strict=True):
-        whole = _rectangle(box) if shape is None else shape
+        whole = rectangle(box) if shape is None else shape
         encoded.append(rle(whole, tuple(size_hw)))
     return column_of(encoded)
-
-
-def _rectangle(box_xyxy: list[float]) -> Shape:
-    left, top, right, bottom = box_xyxy
-    return (np.array([[left, top], [right, top], [right, bottom], [left, bottom]]),)
 
 
 def match_masks(matches: Matches, truth_masks: np.ndarray) -> Matches:
