@@ -28,7 +28,7 @@ from benches.gpu import bench_gpu
 from benches.loading import bench_loading
 from benches.loop import bench_loop
 from benches.memory import bench_memory
-from benches.peers import bench_peers, bench_peers_sets
+from benches.peers import bench_peers, bench_peers_masks, bench_peers_sets
 from benches.predict import bench_predict
 from benches.reading import bench_reading
 from benches.scene_graph import bench_graph_evaluation, bench_relation_heads
@@ -62,9 +62,10 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("gpu", bench_gpu, {"quick": True}),
     ("peers", bench_peers, {"minutes": 0.05}),
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
+    ("peers_masks", bench_peers_masks, {"minutes": 0.05}),
     ("peers_sets", bench_peers_sets, {"minutes": 0.05}),
 )
-ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_sets"}  # run only if named
+ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_masks", "peers_sets"}  # run only if named
 # Requirements of rows; the other rows explain them.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",

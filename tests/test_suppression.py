@@ -175,9 +175,9 @@ def test_boxes_are_decoded_as_torchvision_decodes_them():
 @pytest.mark.parametrize("counts", [[40, 0, 21], [0, 0], [1]])
 def test_boxes_are_pooled_from_their_levels_as_torchvision_pools_them(counts):
     torch.manual_seed(1)
-    maps = {name: torch.randn(len(counts), 3, side, side, requires_grad=True) for name, side in
+    maps = {name: torch.randn(len(counts), 3, side, side, dtype=torch.float64, requires_grad=True) for name, side in
             (("0", 32), ("1", 16), ("2", 8))}  # fmt: skip
-    boxes = [some_boxes(count) * torch.rand(count, 1) * 3 for count in counts]
+    boxes = [some_boxes(count).double() * torch.rand(count, 1) * 3 for count in counts]
     theirs = MultiScaleRoIAlign(["0", "1", "2"], 3, 2, canonical_scale=32)
     ours = LevelPool.of(theirs)
     results = []
@@ -187,9 +187,11 @@ def test_boxes_are_pooled_from_their_levels_as_torchvision_pools_them(counts):
         gradients = torch.autograd.grad((pooled * torch.arange(pooled.numel()).view(pooled.shape)).sum(),
                                         list(maps.values()), allow_unused=True)  # fmt: skip
         results.append((pooled, *gradients))
-    for their, *ours_of in zip(*results, strict=True):
-        for our in ours_of:
-            torch.testing.assert_close(our, their, rtol=0, atol=0)
+    (pooled, *of_maps), *ours_of = results
+    for our, *our_of_maps in ours_of:
+        torch.testing.assert_close(our, pooled, rtol=0, atol=0)
+        for our_gradient, gradient in zip(our_of_maps, of_maps, strict=True):  # summed in another order
+            torch.testing.assert_close(our_gradient, gradient, rtol=1e-12, atol=1e-9)
 
 
 def test_a_box_that_is_no_number_does_not_end_the_step():

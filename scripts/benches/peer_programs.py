@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,12 +113,50 @@ class PictureDataset(Dataset):
         ]
 
 
-def mirrored_or_not(pixels: np.ndarray, boxes: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mirror an image and its boxes with probability 1/2; return the image uint8 (3, side, side) and the boxes."""
+class MaskedPictureDataset(PictureDataset):
+    """The same with masks: each sample has its objects' pixels, uint8 (N, side, side), as a fourth value."""
+
+    def __init__(self, annotations: str, folder: str, side: int):
+        super().__init__(annotations, folder, side)
+        from pycocotools.coco import COCO
+
+        with redirect_stdout(sys.stderr):
+            truth = COCO(annotations)
+        for index, image in enumerate(self.images):
+            masks = [
+                np.array(Image.fromarray(truth.annToMask(each)).resize((side, side), Image.NEAREST))
+                for each in truth.imgToAnns[image["id"]]
+            ]
+            stacked = np.stack(masks) if masks else np.zeros((0, side, side), np.uint8)
+            self.samples[index] = (*self.samples[index], stacked)
+
+    def masks(self, index: int, masks) -> list[dict]:
+        """Convert masks (K, 1, side, side) of probabilities to run lengths in the image."""
+        from pycocotools import mask as run_lengths
+
+        image = self.images[index]
+        size_hw = (image["height"], image["width"])
+        pixels = torch.nn.functional.interpolate(masks.float(), size_hw, mode="bilinear")[:, 0] > 0.5
+        found = []
+        for each in pixels.numpy():
+            found.append(run_lengths.encode(np.asfortranarray(each, np.uint8)))
+            found[-1]["counts"] = found[-1]["counts"].decode()
+        return found
+
+
+def mirrored_or_not(
+    pixels: np.ndarray, boxes: np.ndarray, masks: np.ndarray | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Mirror an image with its boxes and masks with probability 1/2; return the image uint8 (3, side, side), the boxes
+    and, if given, the masks."""
     image, (x1, y1, x2, y2) = torch.tensor(pixels).permute(2, 0, 1), torch.tensor(boxes).T
-    if random.random() < 0.5:
+    mirrors = random.random() < 0.5
+    if mirrors:
         image, x1, x2 = image.flip(-1), image.shape[-1] - x2, image.shape[-1] - x1
-    return image, torch.stack([x1, y1, x2, y2], dim=1)
+    boxes = torch.stack([x1, y1, x2, y2], dim=1)
+    if masks is None:
+        return image, boxes
+    return image, boxes, torch.tensor(masks).flip(-1) if mirrors else torch.tensor(masks)
 
 
 def our_detector(plan: PeerPlan, config: str):
@@ -205,33 +244,48 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
 
 def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
     """Train with torchvision's reference loop: Faster R-CNN on resnet18, with the anchors, widths and numbers of boxes
-    of our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time."""
+    of our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time.
+    Mask R-CNN, if our configuration has masks."""
     import yaml
     from torchvision.models import resnet18
-    from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
     from torchvision.ops import MultiScaleRoIAlign
 
     o = yaml.safe_load((CONFIGS / "faster_rcnn" / f"{plan.config}.yaml").read_text())["model"]
-    train, val = (PictureDataset(*split, plan.side) for split in splits(plan))
+    has_masks = o.get("masks", False)
+    dataset = MaskedPictureDataset if has_masks else PictureDataset
+    train, val = (dataset(*split, plan.side) for split in splits(plan))
     levels = {"layer1": "0", "layer2": "1", "layer3": "2"}  # strides 4, 8, 16, and a pooled one
     backbone = BackboneWithFPN(resnet18(weights=None), levels, [64, 128, 256], o["fpn_channels"])
     sizes = [*o["anchor_sizes"], [2 * size for size in o["anchor_sizes"][-1]]]
     numbers = [name for name in o if name.startswith(("rpn_p", "rpn_b", "box_"))]
-    model = FasterRCNN(
-        backbone, num_classes=len(train.category_ids) + 1, min_size=plan.side, max_size=plan.side,
+    num_classes = len(train.category_ids) + 1
+    mask_branch = {}
+    if has_masks:
+        mask_branch = {
+            "mask_roi_pool": MultiScaleRoIAlign(["0", "1", "2"], 14, 2),
+            "mask_head": MaskRCNNHeads(o["fpn_channels"], [o["mask_channels"]] * o["mask_convs"], 1),
+        }
+    model = (MaskRCNN if has_masks else FasterRCNN)(
+        backbone, num_classes=num_classes, min_size=plan.side, max_size=plan.side,
         rpn_anchor_generator=AnchorGenerator(sizes, [o["aspect_ratios"]] * 4),
         box_roi_pool=MultiScaleRoIAlign(["0", "1", "2"], 7, 2), box_score_thresh=0.01,
-        **{name: o[name] for name in numbers},
+        **{name: o[name] for name in numbers}, **mask_branch,
     )  # fmt: skip
+    if has_masks:
+        model.roi_heads.mask_predictor = MaskRCNNPredictor(o["mask_channels"], o["mask_channels"], num_classes)
 
     def collate(samples: list) -> tuple[list, list]:
         images, targets = [], []
-        for pixels, boxes, labels in samples:
-            image, boxes = mirrored_or_not(pixels, boxes)
+        for pixels, boxes, labels, *masks in samples:
+            image, boxes, *masks = mirrored_or_not(pixels, boxes, *masks)
             images.append(image.float() / 255)
             targets.append({"boxes": boxes, "labels": torch.tensor(labels) + 1})
+            if masks:
+                targets[-1]["masks"] = masks[0]
         return images, targets
 
     loader = DataLoader(train, plan.batch, True, num_workers=1, collate_fn=collate, drop_last=True,
@@ -257,10 +311,14 @@ def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
                 break
     found = []
     model.eval()
-    for index, (pixels, _, _) in enumerate(val):
+    for index, (pixels, *_) in enumerate(val):
         with torch.no_grad():
             best = model([torch.tensor(pixels).permute(2, 0, 1).float() / 255])[0]
-        found += val.results(index, best["boxes"], best["scores"], best["labels"] - 1)
+        results = val.results(index, best["boxes"], best["scores"], best["labels"] - 1)
+        if has_masks:
+            for result, mask in zip(results, val.masks(index, best["masks"]), strict=True):
+                result["segmentation"] = mask
+        found += results
     return found, clock
 
 

@@ -2,6 +2,7 @@
 
     pip install -e '.[peers]' && git clone https://github.com/facebookresearch/detr runs/peers/detr
     python scripts/benchmark.py --only peers --out runs/peers/shapes           # bundled shapes; 45 minutes
+    python scripts/benchmark.py --only peers_masks --out runs/peers/table_masks  # masks of the same; 10 minutes
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
     python scripts/benchmark.py --only peers_sets --out runs/peers/table_sets  # every data set in runs/peers/sets/
 
@@ -82,6 +83,13 @@ def bench_peers(
     """
     plans = {"shapes": _shapes, "bccd": _bccd}[data]()
     yield from _each_program(data, plans, minutes, seeds, programs)
+
+
+def bench_peers_masks(minutes: float = 4.75, seeds: Sequence[int] = (0,)) -> Iterator[dict]:
+    """Measure Mask R-CNN on the bundled shapes here and in torchvision's reference loop: rows as of `bench_peers`, and
+    AP and AP50 of masks."""
+    programs = ("our Faster R-CNN", "torchvision's reference loop")
+    yield from _each_program("shapes_masks", _shapes() | {"config": "shapes_masks"}, minutes, seeds, programs)
 
 
 def bench_peers_sets(
@@ -208,20 +216,26 @@ class Watch:
 
 
 def judged(annotations: str, detections: Path) -> dict[str, float]:
-    """Return AP and AP50 of COCO results, computed with pycocotools. annotations, detections: files."""
+    """Return AP and AP50 of COCO results, computed with pycocotools, and those of their masks, if they have masks.
+    annotations, detections: files."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
+    values = {}
     with redirect_stdout(sys.stderr):
         truth = COCO(annotations)
         found = read_json(detections, list)
         if not found:
             return {"AP": 0.0, "AP50": 0.0}
-        evaluation = COCOeval(truth, truth.loadRes(found), "bbox")
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return {"AP": float(evaluation.stats[0]), "AP50": float(evaluation.stats[1])}
+        has_masks = "segmentation" in found[0]
+        for kind, title in (("bbox", "AP"), ("segm", "AP of masks"))[: 2 if has_masks else 1]:
+            evaluation = COCOeval(truth, truth.loadRes(found), kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            values[title] = float(evaluation.stats[0])
+            values[title.replace("AP", "AP50")] = float(evaluation.stats[1])
+    return values
 
 
 def _ours(plan: PeerPlan, watch: Watch) -> Ran:

@@ -1,7 +1,9 @@
 """Training with masks: killed and resumed, on two processes, and cut into micro-batches."""
 
 import pytest
-from launching import EVALUATION, assert_same_run, kill, training_rows
+from launching import EVALUATION, ROOT, assert_same_run, kill, training_rows
+
+from toolkit.run.metrics_log import read_metrics
 
 MASKS = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channels", 8)
 
@@ -26,3 +28,15 @@ def test_a_killed_run_with_masks_goes_on_to_the_bit(server, script, masked, tmp_
         assert_same_run(server.run(script, [*masked, *place], processes).ok().folder, reference)
         row = training_rows(reference)[-1]
         assert row["train/loss_mask"] > 0
+
+
+@pytest.mark.parametrize("boxes", [(), ("--data.boxes_from_masks", "true")])
+def test_evaluate_py_computes_the_row_of_the_run(server, script, masked, tmp_path, boxes):
+    """Metrics of boxes and masks, and the losses, which need the annotated masks."""
+    settings = [*masked, *boxes, "--run.max_steps", 3, "--run.output_dir", tmp_path, "--run.name", "run"]
+    run = server.run(script, settings).ok().folder
+    row = [each for each in read_metrics(run / "metrics.jsonl") if "val/loss" in each][-1]
+    numbers = server.run(ROOT / "scripts" / "evaluate.py", [run, "--weights", "model"]).ok().numbers
+    known = {name: value for name, value in numbers.items() if f"val/{name}" in row}
+    assert {"loss", "loss_mask", "segm_AP", "bbox_AP"} <= known.keys() and known["loss_mask"] > 0
+    assert known == {name: row[f"val/{name}"] for name in known}

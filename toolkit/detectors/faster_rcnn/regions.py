@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.ops import MultiScaleRoIAlign, roi_align
+from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.base.batch import image_of_each, rows_of, send
 from toolkit.models.nms import settled, sorted_nms
+from toolkit.models.roi_align import pooled_regions
 
 MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
 
@@ -157,13 +158,7 @@ class LevelPool(MultiScaleRoIAlign):
         return torch.cat(pooled).index_select(0, back)
 
     def _pool(self, level: Tensor, rois: Tensor, scale: float) -> Tensor:
-        return roi_align(
-            level,
-            rois,
-            self.output_size,
-            spatial_scale=scale,
-            sampling_ratio=self.sampling_ratio,
-        )
+        return pooled_regions(level, rois, self.output_size[0], scale, self.sampling_ratio)
 
 
 def _without_nan(boxes: Tensor) -> Tensor:

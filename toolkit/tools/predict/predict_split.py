@@ -155,7 +155,7 @@ def predict_run(
         raise BadInput(f"--tile {tiling.tile_hw[0]}: masks are not merged, only boxes are; leave it out, or give 0")
     result = predict_pictures(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
-        _loader(table, config, detector.stride, device, tiling),
+        _loader(table, config, detector.stride, device, tiling, masks=has_losses and detector.predicts_masks),
         device,
         step=run.checkpoint.step,
         loss_weights=_loss_weights(run, detector).to(device) if has_losses else None,
@@ -183,9 +183,17 @@ def predict_run(
 
 
 def _loader(
-    table: DetectionTable, config: Mapping, stride: int, device: torch.device, tiling: Tiling | None = None
+    table: DetectionTable,
+    config: Mapping,
+    stride: int,
+    device: torch.device,
+    tiling: Tiling | None = None,
+    masks: bool = False,
 ) -> DataLoader:
-    """Return a loader of a table with the image and batch sizes of a run's evaluations; config: the run's settings."""
+    """Return a loader of a table with the image and batch sizes of a run's evaluations; config: the run's settings.
+
+    masks: targets have masks, which losses of masks need.
+    """
     data = config["data"]
     settings = SimpleNamespace(**{**asdict(DataConfig()), **data})  # what an older run lacks has its default
     return validation_loader(
@@ -197,6 +205,8 @@ def _loader(
         pin=device.type == "cuda",
         least_size=least_size_of(settings),
         tiling=tiling,
+        masks=masks,
+        boxes_from_masks=settings.boxes_from_masks and table.has_masks,
     )
 
 
@@ -285,7 +295,8 @@ def _data_of(
 def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     """Return the keyword arguments of `open_split` for the validation data of a run, or the data in `options` instead.
 
-    They are read with masks if the run's detector predicts masks. config: the settings of the run.
+    They are read with masks if the run's detector predicts masks; the run's own data also if its boxes are those of
+    masks. config: the settings of the run.
     """
     data = config["data"]
     masks = {"masks": True} if config.get("model", {}).get("masks") else {}
@@ -296,6 +307,8 @@ def split_arguments(config: Mapping, options: SplitOptions) -> dict:
         as_trained = {"on_error": data["on_error"], "classes": data.get("classes", {})}
         return _other_data(options) | as_trained | masks
     reading = {key: data[key] for key in READING if key in data}
+    if data.get("boxes_from_masks"):
+        masks = {"masks": True}
     return {"source": split or data["val"], "part_of": data["train"]} | reading | masks | _given(options)
 
 
