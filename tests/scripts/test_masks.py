@@ -1,7 +1,16 @@
 """Training with masks: killed and resumed, on two processes, and cut into micro-batches."""
 
 import pytest
-from launching import EVALUATION, ROOT, assert_same_run, kill, training_rows
+from launching import (
+    EVALUATION,
+    ROOT,
+    SCRIPTS,
+    Script,
+    assert_same_run,
+    kill,
+    small_settings,
+    training_rows,
+)
 
 from toolkit.run.metrics_log import read_metrics
 
@@ -9,14 +18,19 @@ MASKS = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channel
 
 
 @pytest.fixture(scope="module")
-def masked(script, settings):
-    if script.name != "train_faster_rcnn":
-        pytest.skip("of the small detectors of these tests, only Faster R-CNN can learn masks")
-    return settings(*MASKS, "--run.max_steps", 6, "--run.eval_every", 3, "--run.save_every", 2, "--run.epochs", 2,
-                    "--data.workers", 2, "--run.resume", "latest", "--run.keep", 1, "--eval.pictures", 2)  # fmt: skip
+def script() -> Script:
+    """Of the small detectors of these tests, only Faster R-CNN can learn masks."""
+    return next(script for script in SCRIPTS if script.name == "train_faster_rcnn")
 
 
-@pytest.mark.every_script("slow")
+@pytest.fixture(scope="module")
+def masked(script, data):
+    return small_settings(script, data, (
+        *MASKS, "--run.max_steps", 6, "--run.eval_every", 3, "--run.save_every", 2, "--run.epochs", 2,
+        "--data.workers", 2, "--run.resume", "latest", "--run.keep", 1, "--eval.pictures", 2))  # fmt: skip
+
+
+@pytest.mark.slow
 def test_a_killed_run_with_masks_goes_on_to_the_bit(server, script, masked, tmp_path):
     for processes in (1, 2):
         place = ["--run.output_dir", tmp_path, "--data.batch_size_per_device", 4 // processes]
