@@ -423,6 +423,12 @@ def test_a_detector_of_masks_from_its_folder_to_all_files(tmp_path, capsys):
     assert predict.main([*words, "--tile", "48", "--overwrite"]) == 2
     assert "masks are not merged" in capsys.readouterr().err
 
+    data = tmp_path / "data"
+    (data / "truth.json").write_text(json.dumps(coco_document(table)))
+    words = [str(tmp_path / "final"), "--split", str(data / "truth.json"), "--image-dir", str(data)]
+    assert evaluate.main(words) == 0
+    assert '"segm_AP50": ' in capsys.readouterr().out
+
     loader = validation_loader(table, val_transform(128, None, None), batch_size=2, workers=0, stride=detector.stride)
     by_image = predict_dataset(detector, loader, "cpu", top_k=10).by_image
     row = CocoEvaluator(table).evaluate(by_image)

@@ -378,7 +378,7 @@ class DetectionTable:
         changes = [f"{number:,} {what}" for what, number in parts.items() if number]
         if not changes and map_before != self.class_map:
             return counts
-        what = f"of the images {', '.join(changes)}" if changes else "other names, sizes or relations"
+        what = f"of the images {', '.join(changes)}" if changes else "other names, sizes, masks or relations"
         return f"{counts}; {what}"
 
     def annotations_by_image(self) -> dict[int | str, bytes]:

@@ -107,6 +107,8 @@ def open_any(
         return open_predictions_file(source, options, accelerator.print)
     folder, data, table = _data_of(source, {}, options, accelerator.print)
     predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
+    if predictor.masks and "masks" not in data:
+        data, table = _with_masks(source, data, table, accelerator.print)
     about = {"detector": predictor.source, "data": data}
     tiling = chosen_tiling(options.tile, options.overlap, data_settings_of(source), predictor.size)
     if tiling is not None:
@@ -243,7 +245,7 @@ def open_predictions_file(path: str | Path, options: SplitOptions, say: Say) -> 
 
 
 def _with_masks(path: str | Path, data: dict, table: DetectionTable, say: Say) -> tuple[dict, DetectionTable]:
-    """Open the data of predictions with masks, which say nothing of masks themselves, again with masks.
+    """Open the data of predictions, or of a model, with masks again with masks, if nothing has said to read these.
 
     If the data have none that can be read, this is said, and the result is what was given.
     """
