@@ -29,8 +29,10 @@ from benches.loading import bench_loading
 from benches.loop import bench_loop
 from benches.memory import bench_memory
 from benches.peers import bench_peers, bench_peers_masks, bench_peers_sets
+from benches.peers_predict import bench_peers_predict
 from benches.predict import bench_predict
 from benches.reading import bench_reading
+from benches.roi_align import bench_roi_align
 from benches.scene_graph import bench_graph_evaluation, bench_relation_heads
 from benches.ssd import bench_ssd
 from benches.startup import bench_startup
@@ -58,14 +60,16 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("graph_evaluation", bench_graph_evaluation, {"num_images": 6, "num_objects": 9, "num_pairs": 60, "repeats": 1}),
     ("relation_heads", bench_relation_heads, {"num_images": 2, "num_objects": 4, "repeats": 1}),
     ("predict", bench_predict, {"images": 3, "side": 64, "size": 64, "rounds": 1}),
+    ("roi_align", bench_roi_align, {"channels": 2, "repeats": 1, "fewer": 16}),
     ("ssd", bench_ssd, {"batch": 2, "side": 64, "boxes": 3, "num_classes": 4, "repeats": 1}),
     ("gpu", bench_gpu, {"quick": True}),
     ("peers", bench_peers, {"minutes": 0.05}),
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
     ("peers_masks", bench_peers_masks, {"minutes": 0.05}),
     ("peers_sets", bench_peers_sets, {"minutes": 0.05}),
+    ("peers_predict", bench_peers_predict, {}),
 )
-ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_masks", "peers_sets"}  # run only if named
+ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_masks", "peers_predict", "peers_sets"}  # run only if named
 # Requirements of rows; the other rows explain them.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",
@@ -84,6 +88,8 @@ REQUIREMENTS = {
     "yolov3 losses, loop / ours": "≥ 10",
     "yolov3, largest difference of a box": "≤ 0.01",
     "yolov3, largest difference of a score": "≤ 0.0001",
+    "RoIAlign's gradient, boxes, map of 32 x 32, torchvision / ours": "≥ 4",
+    "RoIAlign's gradient, largest difference": "≤ 1e-9",  # of sums of hundreds
     "prediction, ours / plain": "≥ 1",
     "prediction, largest difference of a score": "≤ 0.0001",
     "scene graph evaluation, plain / ours": "≥ 20",
