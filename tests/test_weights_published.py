@@ -24,6 +24,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
 from toolkit.detectors.detr.weights_detr import DETR
+from toolkit.detectors.detr.weights_rt_detr import D_FINE
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
 from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn_of_torchvision
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
@@ -32,6 +33,7 @@ from toolkit.detectors.ssd import weights_torchvision as ssd_of_torchvision
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
+from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
 from toolkit.models.weights.weight_files import open_published_weights, publishers, read_state
@@ -55,7 +57,7 @@ TRANSFORMERS = [
     ("v2_r18_dsp", "RT_DETR", "rtdetrv2_r18vd_dsp.pth", [4, 4, 4]),
     ("dfine_n", "D_FINE", "dfine_n_coco.pth", [6, 6]), ("dfine_s", "D_FINE", "dfine_s_coco.pth", [3, 6, 3]),
     ("dfine_m", "D_FINE", "dfine_m_coco.pth", [3, 6, 3]), ("dfine_l", "D_FINE", "dfine_l_coco.pth", [3, 6, 3]),
-    ("dfine_x", "D_FINE", "dfine_x_coco.pth", [3, 6, 3]),
+    ("dfine_x", "D_FINE", "dfine_x_coco.pth", [3, 6, 3]), ("rtv4_s", "D_FINE", "RTv4-S-hgnet.pth", [3, 6, 3]),
     ("deimv2_atto", "DEIMV2", "deimv2_hgnetv2_atto_coco.pth", [4, 2]),
     ("deimv2_n", "DEIMV2", "deimv2_hgnetv2_n_coco.pth", [6, 6]),
     ("deimv2_s", "DEIMV2", "deimv2_dinov3_s_coco.pth", [3, 6, 3]),
@@ -67,7 +69,7 @@ TRANSFORMERS = [
 # masked biases, constants; a flag of RF-DETR's poses.
 LEFT = re.compile(
     r"^decoder\.(decoder\.up|decoder\.reg_scale|anchors|valid_mask)$|mask_token|bias_mask|dinov3\.blocks\.\d+\.attn\.qkv"
-    r"\.bias$|periods|^_kp_active"
+    r"\.bias$|periods|^_kp_active|^encoder\.feature_projector"
 )
 
 
@@ -100,6 +102,25 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
         torch.testing.assert_close(value, torch.from_numpy(expected[key]), rtol=1e-4, atol=2e-5)
 
     assert [key for key in not_taken(state, ours) if not LEFT.search(key)] == []
+
+
+def test_a_d_fine_with_silu_stays_so(tmp_path):
+    """DEIM's and RT-DETRv4's, in `final/`; the tensors of DEIM's are D-FINE's, so that its name has to tell."""
+    state, _ = published("rtv4_s", constants([3, 6, 3]))
+    found = D_FINE.described(state, "rtv4_s.pth")
+    detector = build_detector("d_fine", class_names=found.class_names, **found.options).eval()
+    detector.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(found.class_names)])
+    again, _, _ = load_detector_folder(tmp_path / "final")
+    sizes = torch.tensor([[160, 160]])
+    with torch.no_grad():
+        outputs = [each(pixels(1, 3, 160, 160), sizes) for each in (detector, again)]
+    assert outputs[0]["logits"].equal(outputs[1]["logits"]) and outputs[0]["boxes"].equal(outputs[1]["boxes"])
+
+    state, _ = published("dfine_s", constants([3, 6, 3]))
+    of_deim = D_FINE.described(state, "deim_dfine_hgnetv2_s_coco_120e.pth")
+    of_d_fine = D_FINE.described(state, "dfine_s_coco.pth")
+    assert of_deim.options["source_config"]["head_activation"] == "silu" and "has SiLU" in of_deim.notes[0]
+    assert "head_activation" not in of_d_fine.options["source_config"] and not of_d_fine.notes
 
 
 def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():

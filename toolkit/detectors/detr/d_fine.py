@@ -2,18 +2,26 @@
 
 It is transformers' model with the criterion of this toolkit. D-FINE refines the decoder of `rt_detr.py`: each side of a
 box is a distribution over offsets that every layer updates.
+
+Files of DEIM and RT-DETRv4 are those of a D-FINE with SiLU in the decoder, where D-FINE has ReLU. transformers cannot
+build its heads so; `head_activation`, an entry of the config that transformers does not know, says that they are.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DFineConfig, DFineForObjectDetection, PreTrainedConfig
+from torch.nn import functional as F
+from transformers import DFineConfig, DFineForObjectDetection, PreTrainedConfig, PreTrainedModel
+from transformers.models.d_fine.modeling_d_fine import DFineMLPPredictionHead
 
+from toolkit.detectors.detr.base import TransformersDetector
 from toolkit.detectors.detr.d_fine_criterion import DFineCriterion
 from toolkit.detectors.detr.detr_criterion import count_objects
-from toolkit.detectors.detr.options import DFineOptions, RefinementOptions
+from toolkit.detectors.detr.options import DFineOptions, HybridOptions, RefinementOptions
 from toolkit.detectors.detr.rt_detr import RTDetrV2
+from toolkit.models.detector import Detector
 
 
 class DFine(RTDetrV2):
@@ -38,6 +46,21 @@ class DFine(RTDetrV2):
         "loss_ddf": 1.5,
     }
 
+    def __init__(self, class_names: Sequence[str], options: HybridOptions, *, source_config: Mapping | None = None):
+        super().__init__(class_names, options, source_config=source_config)
+        self.has_silu_heads = getattr(self.model.config, "head_activation", "relu") == "silu"
+        if self.has_silu_heads:
+            silu_in_heads_(self.model)
+            core = self.model.model
+            for head in (core.enc_bbox_head, core.decoder.query_pos_head):  # their ReLU is a function
+                head.__class__ = _SiluHead
+
+    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
+        """Write a folder for transformers, see `TransformersDetector.save_final`. A model with SiLU in its heads, which
+        transformers cannot build, is written for `load_detector_folder` instead."""
+        kind = Detector if self.has_silu_heads else TransformersDetector
+        kind.save_final(self, folder, categories, processor_size)
+
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RefinementOptions) -> nn.Module:
         return DFineCriterion(num_classes, config, self.is_mal, options.union_matching)
 
@@ -60,3 +83,20 @@ class DFine(RTDetrV2):
             "boxes": float(sum(count_objects(targets))),
             "images": float(len(targets)),
         }
+
+
+def silu_in_heads_(model: PreTrainedModel) -> None:
+    """Replace ReLU by SiLU in the heads for boxes and their quality of a D-FINE or DEIMv2 of transformers, in place."""
+    core = model.model
+    boxes = [core.enc_bbox_head, core.decoder.pre_bbox_head, *core.decoder.bbox_embed]
+    quality = [layer.reg_conf for layer in core.decoder.lqe_layers]
+    for head in (*quality, *boxes):
+        head.act = nn.SiLU()
+
+
+class _SiluHead(DFineMLPPredictionHead):
+    def forward(self, x: Tensor) -> Tensor:
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = F.silu(layer(x))
+        return last(x)

@@ -22,7 +22,7 @@ from transformers.models.deimv2.modeling_deimv2 import (
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, inverse_sigmoid
-from toolkit.detectors.detr.d_fine import DFine
+from toolkit.detectors.detr.d_fine import DFine, silu_in_heads_
 from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, VITS, size_config
 from toolkit.detectors.detr.options import Deimv2Options
 from toolkit.detectors.detr.weights_deimv2 import vit_names
@@ -96,10 +96,7 @@ def as_its_program_(model: Deimv2ForObjectDetection) -> None:
     config = model.config
     core.enc_output = nn.Identity()
     core.decoder.__class__ = _Decoder
-    quality = [layer.reg_conf for layer in core.decoder.lqe_layers]
-    boxes = [core.enc_bbox_head, core.decoder.pre_bbox_head, *core.decoder.bbox_embed]
-    for head in (*quality, *boxes):
-        head.act = nn.SiLU()
+    silu_in_heads_(model)
     encoder = core.conv_encoder
     if not hasattr(encoder, "backbone"):
         projections = nn.ModuleList()

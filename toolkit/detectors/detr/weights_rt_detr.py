@@ -1,6 +1,6 @@
 """Weights of lyuwenyu/RT-DETR, both PyTorch versions, which become an `rt_detr_v2`: `rtdetr_r18vd_*.pth`,
 `rtdetrv2_r50vd_*.pth` and so on. Weights of Peterande/D-FINE, which become a `d_fine`: `dfine_n_coco.pth` to
-`dfine_x_obj2coco.pth`.
+`dfine_x_obj2coco.pth`; and those of Intellindust-AI-Lab/DEIM and RT-DETRs/RT-DETRv4, which trained D-FINE with SiLU.
 
 The deformable attention of RT-DETR's first version is the second version's with four points a level, so that its
 weights give the same boxes in `rt_detr_v2`. Backbones are the ResNets and HGNetv2 of the originals, as transformers has
@@ -163,11 +163,14 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
         "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
         "freeze_backbone_batch_norms": "backbone.stem.stem1.bn.num_batches_tracked" not in state,
     }
-    return Description(
-        "d_fine",
-        {"source_config": config},
-        named(len(state["decoder.dec_score_head.0.weight"])),
-    )
+    notes = []
+    if any(name.startswith(FEATURE_PROJECTOR) for name in state):
+        config |= SILU
+    elif "deim" in file.lower():
+        config |= SILU
+        notes.append("by the name of the file its decoder has SiLU (DEIM), where D-FINE has ReLU")
+    classes = named(len(state["decoder.dec_score_head.0.weight"]))
+    return Description("d_fine", {"source_config": config}, classes, notes)
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
@@ -213,6 +216,9 @@ def hgnet_names(body: str) -> Pairs:
     return [*pairs("conv convolution, bn normalization", below=prefixes), *pairs(whole)]
 
 
+# The decoder of DEIM and RT-DETRv4; the tensors are D-FINE's.
+SILU = {"decoder_activation_function": "silu", "head_activation": "silu"}
+FEATURE_PROJECTOR = "encoder.feature_projector."  # by which RT-DETRv4 learns from another model; not for predictions
 CSP = "cv1 conv1, cv4 conv4, cv2.0 csp_rep1, cv2.1 conv2, cv3.0 csp_rep2, cv3.1 conv3"
 CSP_PLACES = [(f"encoder.{name}.*.", f"model.model.encoder.{name}.*.") for name in ("fpn_blocks", "pan_blocks")]
 DOWNSAMPLE = [("encoder.downsample_convs.*.0.", "model.model.encoder.downsample_convs.*.")]
@@ -225,6 +231,6 @@ D_FINE = Publisher(
         *pairs("cv1 conv1, cv2 conv2", below=DOWNSAMPLE),
         *_transformer("mlp.layers.0", "mlp.layers.1"),
     ],
-    left_out=r"^decoder\.(anchors|valid_mask|decoder\.up|decoder\.reg_scale|decoder\.project)$",
+    left_out=r"^decoder\.(anchors|valid_mask|decoder\.up|decoder\.reg_scale|decoder\.project)$|^encoder\.feature_projector\.",
     copies=COPIES,
 )

@@ -31,7 +31,7 @@ KNOWN_PUBLISHERS = (
     "torchvision (fasterrcnn_resnet50_fpn and maskrcnn_resnet50_fpn, their _v2, ssd300_vgg16, "
     "ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
-    "Intellindust-AI-Lab/DEIMv2 and EdgeCrafter (ECDet), roboflow/rf-detr, "
+    "RT-DETRs/RT-DETRv4, Intellindust-AI-Lab/DEIM, DEIMv2 and EdgeCrafter (ECDet), roboflow/rf-detr, "
     "maskrcnn-benchmark, Scene-Graph-Benchmark (scene graphs too), Darknet's and GluonCV's YOLOv3"
 )
 
