@@ -24,7 +24,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
 from toolkit.detectors.detr.weights_detr import DETR
-from toolkit.detectors.detr.weights_rt_detr import D_FINE
+from toolkit.detectors.detr.weights_rt_detr import D_FINE, RT_DETR
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
 from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn_of_torchvision
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
@@ -121,6 +121,9 @@ def test_a_d_fine_with_silu_stays_so(tmp_path):
     of_d_fine = D_FINE.described(state, "dfine_s_coco.pth")
     assert of_deim.options["source_config"]["head_activation"] == "silu" and "has SiLU" in of_deim.notes[0]
     assert "head_activation" not in of_d_fine.options["source_config"] and not of_d_fine.notes
+    state, _ = published("v2_r18", constants([4, 4, 4]))
+    with pytest.raises(BadInput, match="rt_detr_v2 has ReLU"):
+        RT_DETR.described(state, "deim_rtdetrv2_r18vd_coco_120e.pth")
 
 
 def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():

@@ -99,6 +99,11 @@ def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
             f"model.pretrained {file}: its attention has {points[0] // 8 // levels} points a level (`sp1` to `sp3` in "
             "RT-DETR's names); rt_detr_v2 has 4"
         )
+    if "deim" in file.lower():
+        raise BadInput(
+            f"model.pretrained {file}: by its name it is DEIM's, whose decoder has SiLU, where rt_detr_v2 has ReLU; of "
+            "DEIM's files those on HGNetV2 are read, as d_fine. If it is another program's, rename it"
+        )
     config = _family_entries(state) | {"model_type": "rt_detr_v2", "backbone_config": _resnet_entries(state)}
     config["freeze_backbone_batch_norms"] = "backbone.conv1.conv1_1.norm.num_batches_tracked" not in state
     notes = []
