@@ -407,10 +407,14 @@ def _is_entry_of(flag: str, groups: dict[str, type]) -> bool:
 
 
 def _of_other_architecture(flag: str, model: type[DetectorOptions] | None) -> str:
-    """Say whose setting a flag of the group `model` is, if it is one of another architecture of the script."""
+    """Say whose setting a flag of the group `model` is, if it is one of another architecture, of the script or else of
+    another script."""
     if model is None or not flag.startswith("--model."):
         return ""
     key = flag.removeprefix("--model.").partition(".")[0]
     architecture = model().architecture
-    others = [name for name in _family(model) if key in {setting.name for setting in fields(options_class(name))}]
-    return f" of {architecture}; it is one of {', '.join(others)}" if others else ""
+    having = [name for name in DETECTORS if key in {setting.name for setting in fields(options_class(name))}]
+    here = [name for name in having if name in _family(model)]
+    if here:
+        return f" of {architecture}; it is one of {', '.join(here)}"
+    return f" of {architecture}; it is one of {', '.join(having)}, which other scripts train" if having else ""
