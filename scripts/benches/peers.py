@@ -46,8 +46,8 @@ OURS = {  # script and configuration; {} is `PeerPlan.config`
 ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our weights and rates", "our Faster R-CNN",
          "torchvision's reference loop", "our DETR", "facebookresearch/detr, our weights and rates",
          "ultralytics yolo11n")  # fmt: skip
-ON_SETS = ("our Faster R-CNN", "torchvision's reference loop", "our RT-DETR-v2", "transformers' Trainer",
-           "ultralytics yolo11n")  # fmt: skip
+ON_SETS = ("our Faster R-CNN", "torchvision's reference loop", "our RT-DETR-v2",
+           "transformers' Trainer, our weights and rates", "ultralytics yolo11n")  # fmt: skip
 PRINTED = "own_data_cpu"  # the configuration that check_data.py prints without a GPU
 
 
