@@ -243,23 +243,34 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
 
 
 def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
-    """Train with torchvision's reference loop: Faster R-CNN on resnet18, with the anchors, widths and numbers of boxes
-    of our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time.
+    """Train with torchvision's reference loop: Faster R-CNN with the backbone, anchors, widths and numbers of boxes of
+    our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time.
     Mask R-CNN, if our configuration has masks."""
+    import timm
     import yaml
-    from torchvision.models import resnet18
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
-    from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-    from torchvision.ops import MultiScaleRoIAlign
+    from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+    from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+    class Backbone(torch.nn.Module):
+        """Maps of strides 4, 8 and 16 of a timm backbone, and a pooled one."""
+
+        def __init__(self, name: str, out_channels: int):
+            super().__init__()
+            self.body = timm.create_model(name, features_only=True, out_indices=(1, 2, 3))
+            self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), out_channels, LastLevelMaxPool())
+            self.out_channels = out_channels
+
+        def forward(self, images: torch.Tensor) -> dict:
+            return self.fpn({str(level): map_ for level, map_ in enumerate(self.body(images))})
 
     o = yaml.safe_load((CONFIGS / "faster_rcnn" / f"{plan.config}.yaml").read_text())["model"]
     has_masks = o.get("masks", False)
     dataset = MaskedPictureDataset if has_masks else PictureDataset
     train, val = (dataset(*split, plan.side) for split in splits(plan))
-    levels = {"layer1": "0", "layer2": "1", "layer3": "2"}  # strides 4, 8, 16, and a pooled one
-    backbone = BackboneWithFPN(resnet18(weights=None), levels, [64, 128, 256], o["fpn_channels"])
+    backbone = Backbone(o["backbone"], o["fpn_channels"])
     sizes = [*o["anchor_sizes"], [2 * size for size in o["anchor_sizes"][-1]]]
     numbers = [name for name in o if name.startswith(("rpn_p", "rpn_b", "box_"))]
     num_classes = len(train.category_ids) + 1
