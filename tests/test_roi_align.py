@@ -71,7 +71,7 @@ def test_narrow_types_are_rounded_once(dtype):
 
 @pytest.mark.parametrize(("ratio", "size_hw"), [(0, (16, 16)), (2, (200, 300))])
 def test_where_products_do_not_pay_it_is_torchvisions(ratio, size_hw):
-    """Samples whose number follows the box are no grid of one size; the time of products grows with the map."""
+    """Samples whose number follows the box are not a grid of one size; the time of products grows with the map."""
     features = torch.randn(1, 2, *size_hw, requires_grad=True)
     pooled = pooled_regions(features, some_rois(4, 1, 64).float(), 7, 0.25, ratio)
     assert pooled.grad_fn.name() != FAST

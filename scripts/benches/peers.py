@@ -227,8 +227,10 @@ def judged(annotations: str, detections: Path) -> dict[str, float]:
         found = read_json(detections, list)
         if not found:
             return {"AP": 0.0, "AP50": 0.0}
-        has_masks = "segmentation" in found[0]
-        for kind, title in (("bbox", "AP"), ("segm", "AP of masks"))[: 2 if has_masks else 1]:
+        titles = {"bbox": "AP"}
+        if "segmentation" in found[0]:
+            titles["segm"] = "AP of masks"
+        for kind, title in titles.items():
             evaluation = COCOeval(truth, truth.loadRes(found), kind)
             evaluation.evaluate()
             evaluation.accumulate()

@@ -7,6 +7,7 @@ transformers' pipeline. As commands, `predict.py` and ultralytics' read the file
 """
 
 import json
+import os
 import re
 import sys
 import time
@@ -49,7 +50,7 @@ def bench_peers_predict(data: Sequence[str] | None = None) -> Iterator[dict]:
         for program in IN_PYTHON:
             watch = Watch(_fresh(folder, program))
             words = [sys.executable, "-m", "benches.peers_predict", program, folder / RT_DETR / "run", *pictures]
-            paths = {"PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent}"}
+            paths = {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])}
             said = watch.run(words, _FIRST, paths)
             speed = json.loads(said.splitlines()[-1])
             yield row(f"prediction, {name}, {program}, RT-DETR-v2, speed", speed, "images/s")
@@ -65,7 +66,7 @@ def _fresh(folder: Path, program: str) -> Path:
 
 
 def _commands(folder: Path) -> dict:
-    """Return the words of each command by its name; the function of a word list of pictures and a folder."""
+    """Return, by name, functions that make the words of a command from pictures and a folder for its output."""
 
     def ours(detector: str):
         words = [sys.executable, SCRIPTS / "predict.py", folder / detector / "run"]

@@ -19,7 +19,7 @@ MASKS = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channel
 
 @pytest.fixture(scope="module")
 def script() -> Script:
-    """Of the small detectors of these tests, only Faster R-CNN can learn masks."""
+    """Return the script of Faster R-CNN: it alone of the small detectors of these tests can learn masks."""
     return next(script for script in SCRIPTS if script.name == "train_faster_rcnn")
 
 
