@@ -451,6 +451,34 @@ def aspect_ratio_groups(sizes_hw: np.ndarray) -> np.ndarray:
     return (sizes_hw[:, 1] >= sizes_hw[:, 0]).astype(np.int64)
 
 
+def validation_loader_of_settings(
+    table: DetectionTable,
+    c: Any,
+    *,
+    batch_size: int,
+    stride: int,
+    pin: bool,
+    tiling: Tiling | None,
+    masks: bool,
+) -> torch.utils.data.DataLoader:
+    """Make this rank's loader of the validation data from `data` settings `c`; for the others see `validation_loader`.
+
+    Boxes are those of masks (`c.boxes_from_masks`) if the table was read with masks.
+    """
+    return validation_loader(
+        table,
+        val_transform(c.image_size, c.scales, c.max_size),
+        batch_size=batch_size,
+        workers=c.workers,
+        stride=stride,
+        pin=pin,
+        least_size=least_size_of(c),
+        tiling=tiling,
+        masks=masks,
+        boxes_from_masks=c.boxes_from_masks and table.has_masks,
+    )
+
+
 def validation_loader(
     table: DetectionTable,
     transform: Transform,

@@ -15,7 +15,6 @@ from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data import pipeline
 from toolkit.data.formats import is_several
-from toolkit.data.least_size import least_size_of
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
@@ -189,13 +188,15 @@ def _checkpoints(s: Any, detector: Detector, steps_per_epoch: int) -> Checkpoint
 
 def evaluation_loader(s: Any, detector: Detector, table: DetectionTable) -> DataLoader:
     c = s.config.data
-    images = s.config.eval.batch_size_per_device
-    transform = pipeline.val_transform(c.image_size, c.scales, c.max_size)
-    how = {"batch_size": images, "workers": c.workers, "stride": detector.stride, "pin": s.pins}
-    how["tiling"] = pipeline.tiling_of(c)
-    how["masks"] = has_masks(s.config)
-    how["boxes_from_masks"] = c.boxes_from_masks
-    return pipeline.validation_loader(table, transform, **how, least_size=least_size_of(c))
+    return pipeline.validation_loader_of_settings(
+        table,
+        c,
+        batch_size=s.config.eval.batch_size_per_device,
+        stride=detector.stride,
+        pin=s.pins,
+        tiling=pipeline.tiling_of(c),
+        masks=has_masks(s.config),
+    )
 
 
 def _loaders(

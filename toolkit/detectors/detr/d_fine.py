@@ -48,17 +48,14 @@ class DFine(RTDetrV2):
 
     def __init__(self, class_names: Sequence[str], options: HybridOptions, *, source_config: Mapping | None = None):
         super().__init__(class_names, options, source_config=source_config)
-        self.has_silu_heads = getattr(self.model.config, "head_activation", "relu") == "silu"
-        if self.has_silu_heads:
-            silu_in_heads_(self.model)
-            core = self.model.model
-            for head in (core.enc_bbox_head, core.decoder.query_pos_head):  # their ReLU is a function
-                head.__class__ = _SiluHead
+        self.is_of_transformers = getattr(self.model.config, "head_activation", "relu") != "silu"
+        if not self.is_of_transformers:
+            silu_in_([*box_heads(self.model), self.model.model.decoder.query_pos_head])
 
     def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder for transformers, see `TransformersDetector.save_final`. A model with SiLU in its heads, which
-        transformers cannot build, is written for `load_detector_folder` instead."""
-        kind = Detector if self.has_silu_heads else TransformersDetector
+        """Write a folder for transformers, see `TransformersDetector.save_final`. A model that transformers cannot
+        build is written for `load_detector_folder` instead."""
+        kind = TransformersDetector if self.is_of_transformers else Detector
         kind.save_final(self, folder, categories, processor_size)
 
     def _criterion(self, num_classes: int, config: PreTrainedConfig, options: RefinementOptions) -> nn.Module:
@@ -85,13 +82,20 @@ class DFine(RTDetrV2):
         }
 
 
-def silu_in_heads_(model: PreTrainedModel) -> None:
-    """Replace ReLU by SiLU in the heads for boxes and their quality of a D-FINE or DEIMv2 of transformers, in place."""
+def box_heads(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the heads for boxes and their quality of a D-FINE or DEIMv2 of transformers."""
     core = model.model
     boxes = [core.enc_bbox_head, core.decoder.pre_bbox_head, *core.decoder.bbox_embed]
-    quality = [layer.reg_conf for layer in core.decoder.lqe_layers]
-    for head in (*quality, *boxes):
-        head.act = nn.SiLU()
+    return [*boxes, *(layer.reg_conf for layer in core.decoder.lqe_layers)]
+
+
+def silu_in_(heads: Sequence[nn.Module]) -> None:
+    """Replace ReLU by SiLU in heads of a D-FINE or DEIMv2 of transformers, in place."""
+    for head in heads:
+        if isinstance(head, DFineMLPPredictionHead):  # whose ReLU is a function
+            head.__class__ = _SiluHead
+        else:
+            head.act = nn.SiLU()
 
 
 class _SiluHead(DFineMLPPredictionHead):

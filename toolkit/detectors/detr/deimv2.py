@@ -8,7 +8,6 @@ embeds the position of a query again in every layer, and has ReLU in its heads. 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,11 @@ from transformers.models.deimv2.modeling_deimv2 import (
 )
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.detr.base import TransformersDetector, inverse_sigmoid
-from toolkit.detectors.detr.d_fine import DFine, silu_in_heads_
+from toolkit.detectors.detr.base import inverse_sigmoid
+from toolkit.detectors.detr.d_fine import DFine, box_heads, silu_in_
 from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, VITS, size_config
 from toolkit.detectors.detr.options import Deimv2Options
 from toolkit.detectors.detr.weights_deimv2 import vit_names
-from toolkit.models.detector import Detector
 from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
 
 ENTRIES_OF_A_SIZE = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")
@@ -67,6 +65,7 @@ class Deimv2(DFine):
             own.pretrained_backbone = False
         super().__init__(class_names, own, source_config=source_config)
         self.original = options.original or options.size is not None
+        self.is_of_transformers = not self.original
         if self.original:
             as_its_program_(self.model)
         if options.size in VITS and options.pretrained_backbone:
@@ -77,12 +76,6 @@ class Deimv2(DFine):
     def _backbone(self) -> nn.Module:
         encoder = self.model.model.conv_encoder
         return encoder.backbone if hasattr(encoder, "backbone") else encoder.model
-
-    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder for transformers, see `TransformersDetector.save_final`. A model with `original`, which
-        transformers cannot build, is written for `load_detector_folder` instead."""
-        kind = Detector if self.original else TransformersDetector
-        kind.save_final(self, folder, categories, processor_size)
 
 
 def _entries(config: Mapping) -> dict:
@@ -96,7 +89,7 @@ def as_its_program_(model: Deimv2ForObjectDetection) -> None:
     config = model.config
     core.enc_output = nn.Identity()
     core.decoder.__class__ = _Decoder
-    silu_in_heads_(model)
+    silu_in_(box_heads(model))
     encoder = core.conv_encoder
     if not hasattr(encoder, "backbone"):
         projections = nn.ModuleList()

@@ -6,7 +6,6 @@ publisher's program differs (Intellindust-AI-Lab/EdgeCrafter, ecdetseg/engine/ed
 
 import copy
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ from toolkit.detectors.detr.deimv2 import Deimv2, as_its_program_, load_vit
 from toolkit.detectors.detr.ecdet_sizes import ECDET_SIZES, size_config, size_of
 from toolkit.detectors.detr.options import EcdetOptions
 from toolkit.detectors.detr.weights_ecdet import ecvit_names
-from toolkit.models.detector import Detector
 
 
 class EcdetConfig(Deimv2Config):
@@ -49,6 +47,7 @@ class Ecdet(DFine):
         own.pretrained_backbone = False
         super().__init__(class_names, own, source_config=source)
         as_ecdet_(self.model)
+        self.is_of_transformers = False
         if options.pretrained_backbone:
             published = ECDET_SIZES[size].file if size else "there is none for this size"
             name = f"ECDet {size or 'of another size'}"
@@ -57,10 +56,6 @@ class Ecdet(DFine):
 
     def _backbone(self) -> nn.Module:
         return self.model.model.conv_encoder.backbone
-
-    def save_final(self, folder: Path, categories: Sequence, processor_size: Mapping[str, int] | None = None) -> None:
-        """Write a folder for `load_detector_folder`, because transformers cannot build the model."""
-        Detector.save_final(self, folder, categories, processor_size)
 
 
 def as_ecdet_(model: Deimv2ForObjectDetection) -> None:

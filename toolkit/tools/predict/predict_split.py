@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.data.least_size import least_size_of
-from toolkit.data.pipeline import processor_size, val_transform, validation_loader
+from toolkit.data.pipeline import processor_size, validation_loader_of_settings
 from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.data.tiles import Tiling
@@ -196,19 +195,15 @@ def _loader(
 
     masks: targets have masks, which losses of masks need.
     """
-    data = config["data"]
-    settings = SimpleNamespace(**{**asdict(DataConfig()), **data})  # what an older run lacks has its default
-    return validation_loader(
+    settings = SimpleNamespace(**{**asdict(DataConfig()), **config["data"]})  # what an older run lacks has its default
+    return validation_loader_of_settings(
         table,
-        val_transform(data["image_size"], data["scales"], data["max_size"]),
+        settings,
         batch_size=config["eval"]["batch_size_per_device"],
-        workers=data["workers"],
         stride=stride,
         pin=device.type == "cuda",
-        least_size=least_size_of(settings),
         tiling=tiling,
         masks=masks,
-        boxes_from_masks=settings.boxes_from_masks and table.has_masks,
     )
 
 
