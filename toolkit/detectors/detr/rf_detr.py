@@ -1,10 +1,5 @@
 """RF-DETR (Robinson et al., 2025, arXiv 2511.09554) with its own DINOv2 in windows: transformers' model with the losses
-of this toolkit.
-
-The criterion is LW-DETR's: groups of queries that are trained in parallel (Group DETR), one of which is used for
-detection, and a classification loss whose targets combine score and IoU. The losses equal those of transformers'
-`LwDetrForObjectDetectionLoss`.
-"""
+of this toolkit."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -14,7 +9,6 @@ import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 from transformers import (
-    PreTrainedConfig,
     PreTrainedModel,
     RfDetrConfig,
     RfDetrForInstanceSegmentation,
@@ -24,13 +18,12 @@ from transformers import (
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
 from transformers.utils import ModelOutput
 
-from toolkit.base.batch import normalize_images
 from toolkit.base.errors import BadInput
-from toolkit.detectors.detr.base import MatchedDetector, check_positions, precision, projection_tap
-from toolkit.detectors.detr.configuration import handed_over, to_entries
+from toolkit.detectors.detr.base import precision, projection_tap
+from toolkit.detectors.detr.configuration import handed_over
 from toolkit.detectors.detr.detr_criterion import MatchingCosts
 from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
-from toolkit.detectors.detr.initialise import initialise_sampling_, initialise_transformer_, start_heads_
+from toolkit.detectors.detr.group_detr import GroupDetr
 from toolkit.detectors.detr.mask_terms import MaskTerms, PredictedMasks
 from toolkit.detectors.detr.options import RfDetrOptions
 from toolkit.detectors.detr.rf_detr_masks import MaskHead
@@ -61,140 +54,80 @@ TIMM_NAMES = [
 ]
 
 
-class RfDetr(MatchedDetector):
+class RfDetr(GroupDetr):
     """`transformers.RfDetrForObjectDetection`. Settings: see `RfDetrOptions`.
 
-    The backbone does not mask padding, so all images must have one size, whose sides are multiples of patch size times
-    windows (56 px in size base). The pretrained backbone is timm's DINOv2 of the same width.
+    The sides of images are multiples of patch size times windows (56 px in size base). The pretrained backbone is
+    timm's DINOv2 of the same width.
     """
 
     Options = RfDetrOptions
     config_class = RfDetrConfig
     model_class = RfDetrForObjectDetection
     processor_class = RfDetrImageProcessor
-    entries = {
-        "d_model": ["d_model"],
-        "decoder_layers": ["decoder_layers"],
-        "ffn_dim": ["decoder_ffn_dim"],
-        "num_queries": ["num_queries"],
-        "dropout": ["dropout"],
-    }
     # transformers: 4 points, which is RF-DETR large of 2025, and 1e-5 for the projector's norms
     published = {"decoder_n_points": 2, "layer_norm_eps": 1e-6}
-    default_weights = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
-    class_tensors = {
-        "model.class_embed.*": (0, 1, 0),
-        "model.model.enc_out_class_embed.*": (0, 1, 0),
-    }
-    fixed_size = True
+
+    @property
+    def stride(self) -> int:
+        backbone = self.model.config.backbone_config
+        return backbone.patch_size * backbone.num_windows
 
     def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
             values["decoder_layers"] = RF_DETR_SIZES[size or "base"][1]
-        entries = to_entries(values, self.entries)
-        heads = values.get("heads")
-        if heads is not None:
-            entries |= {
-                "decoder_self_attention_heads": heads,
-                "decoder_cross_attention_heads": 2 * heads,
-            }
+        entries = self._decoder_entries(values)
         entries["backbone_config"] = _backbone_entry(source_config, values.get("encoder_layers"), size)
         if source_config is None and options.masks:
             entries["intermediate_size"] = 4 * options.d_model  # of the mask head
         return entries
 
     def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
-        core = self.model.model
-        for module in core.backbone.projector.modules():
-            if isinstance(module, nn.Conv2d):
-                module.reset_parameters()
-        initialise_transformer_(core.decoder)
-        initialise_transformer_(core.enc_output)
-        initialise_sampling_(self.model, core.decoder)
-        nn.init.zeros_(core.reference_point_embed.weight)  # of the queries' boxes
-        core.query_feat.reset_parameters()
-        start_heads_(self.model.class_embed, self.model.bbox_embed)
-        for group in range(len(core.enc_output)):
-            core.enc_out_class_embed[group] = copy.deepcopy(self.model.class_embed)
-            core.enc_out_bbox_embed[group] = copy.deepcopy(self.model.bbox_embed)
+        super()._initialise(options, source_config)
         self.predicts_masks = options.masks
         if options.masks:
             self.masks = MaskHead(self.model.config)
 
-    def _prepare_backbone(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
-        """Prepare the backbone; the options also have `heads`, `encoder_layers` and `size` (None: not one of ours)."""
-        config = self.model.config
+    def _start_backbone(self, options: RfDetrOptions) -> None:
         vit = self.model.model.backbone.backbone
         vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
-        backbone = config.backbone_config
+        backbone = self.model.config.backbone_config
         if options.pretrained_backbone:
             side = backbone.image_size // backbone.patch_size
             load_timm_weights(vit, options.pretrained_backbone, side)
-        self.stride = backbone.patch_size * backbone.num_windows
-        heads = config.decoder_self_attention_heads
-        in_proportion = config.decoder_cross_attention_heads == 2 * heads
-        size = _size_of(backbone)
-        if options.given.get("size") not in (None, size):
-            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
-        return {
-            "heads": heads if in_proportion else None,
-            "encoder_layers": backbone.num_hidden_layers,
-            "size": size,
-        }
+
+    def _size_of(self, config: RfDetrConfig) -> str | None:
+        backbone = config.backbone_config
+        built = (backbone.patch_size, backbone.num_windows, backbone.image_size)
+        for name, ((patch_size, windows, _, side), _) in RF_DETR_SIZES.items():
+            if built == (patch_size, windows, side):
+                return name
+        return None
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
-        masks = None
-        if self.predicts_masks:
-            config = self.model.config
-            ce = config.mask_class_loss_coefficient  # of the loss and the matching, as in the original program
-            dice = config.mask_dice_loss_coefficient
-            masks = MaskTerms((ce, dice), config.mask_point_sample_ratio)
-            self.default_weights = {**self.default_weights, "loss_mask_ce": ce, "loss_mask_dice": dice}
+        if not self.predicts_masks:
+            return super()._criterion(num_classes, num_layers, costs)
+        config = self.model.config
+        ce = config.mask_class_loss_coefficient  # of the loss and the matching, as in the original program
+        dice = config.mask_dice_loss_coefficient
+        self.default_weights = {**self.default_weights, "loss_mask_ce": ce, "loss_mask_dice": dice}
+        masks = MaskTerms((ce, dice), config.mask_point_sample_ratio)
         return FocalCriterion(num_layers, costs, "classes", quality_terms, masks)
 
-    @property
-    def groups(self) -> int:
-        """Return the number of query groups that predict: all groups in training, 1 in evaluation."""
-        return self.model.config.group_detr if self.training else 1
-
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
-        """Return predictions of every decoder layer and of the encoder; in training, of all groups of queries. Images
-        `(B, 3, H, W)` must be without padding; targets are not needed.
-
-        Returns:
-            `logits (L, B, G * Q, C)` and `boxes (L, B, G * Q, 4)` cxcywh as fractions of the image, for L layers and G
-            groups of Q queries; `encoder_logits (B, G * Q, C)`, `encoder_boxes (B, G * Q, 4)`; with masks also
-            `mask_maps`, `mask_queries` and `mask_bias` of the L layers and, last, of the encoder, see
-            `PredictedMasks`. G is 1 in evaluation.
-
-        Raises:
-            BadInput: the sides of the images are not multiples of patch size times windows, or the images have fewer
-                positions than there are queries.
-        """
-        self._check_size(*images.shape[-2:])
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
-        with precision(self.training, images.device):
-            outputs = self.model.model(pixels)
-            masks = self._masks(outputs, images) if self.predicts_masks else {}
-        with torch.autocast(images.device.type, enabled=False):
-            dtype = self.model.dtype
-            states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :].to(dtype)
-            references = outputs.intermediate_reference_points[-1].to(dtype)  # the same for all layers
-            logits, boxes = self.model.predict_class_and_boxes(states, references)
-            return {
-                "logits": logits,
-                "boxes": boxes,
-                "encoder_logits": self.model.predict_encoder_class_logits(outputs.enc_outputs_class.to(dtype)),
-                "encoder_boxes": outputs.enc_outputs_coord_logits.to(dtype),
-                **masks,
-            }
+        """Return what `GroupDetr.forward` does, and with masks also `mask_maps`, `mask_queries` and `mask_bias` of the
+        decoder layers and, last, of the encoder, see `PredictedMasks`."""
+        outputs = self._states(images, sizes)
+        masks = self._masks(outputs, images) if self.predicts_masks else {}
+        return {**self._predictions(outputs), **masks}
 
     def _masks(self, outputs: ModelOutput, images: Tensor) -> dict[str, Tensor]:
-        states = outputs.intermediate_hidden_states[0 if self.aux_loss else -1 :]
-        masks = self.masks(outputs.backbone_features, states, outputs.enc_outputs_class, images.shape[-2:])
+        states = self._layer_states(outputs)
+        with precision(self.training, images.device):
+            masks = self.masks(outputs.backbone_features, states, outputs.enc_outputs_class, images.shape[-2:])
         return {f"mask_{name}": value for name, value in masks._asdict().items()}
 
     def decode(
@@ -231,23 +164,6 @@ class RfDetr(MatchedDetector):
         config = self.model.config
         projector = self.model.model.backbone.projector
         return [projection_tap(projector, config.backbone_config.patch_size, config.d_model)]
-
-    def last_layer(self, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        count = self.model.config.num_queries  # of the first group, the detecting one
-        logits = outputs["logits"][-1]
-        boxes = outputs["boxes"][-1]
-        return logits[:, :count], boxes[:, :count]
-
-    def _check_size(self, height: int, width: int) -> None:
-        config = self.model.config
-        if height % self.stride or width % self.stride:
-            raise BadInput(
-                f"images of {height}x{width} px: rf_detr needs sides that are multiples of {self.stride} (patch size "
-                "times windows); set data.image_size."
-            )
-        patch = config.backbone_config.patch_size
-        positions = (height // patch) * (width // patch)
-        check_positions(height, width, positions, config.num_queries)
 
 
 class _Embeddings(RfDetrDinov2Embeddings):
@@ -302,15 +218,6 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
             "depth and patch size as published, or set it to false."
         )
     vit.load_state_dict(tensors, strict=False)
-
-
-def _size_of(backbone: PreTrainedConfig) -> str | None:
-    """Return the name of the published size that has this backbone; None: another one."""
-    built = (backbone.patch_size, backbone.num_windows, backbone.image_size)
-    for name, ((patch_size, windows, _, side), _) in RF_DETR_SIZES.items():
-        if built == (patch_size, windows, side):
-            return name
-    return None
 
 
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
