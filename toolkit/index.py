@@ -38,6 +38,7 @@ DETECTORS = {
     "deformable_detr": (f"{_DETR}.deformable_detr:DeformableDetr", f"{_DETR}.options:DeformableDetrOptions"),
     "dab-detr": (f"{_DETR}.conditional_detr:DabDetr", f"{_DETR}.options:DabDetrOptions"),
     "rf_detr": (f"{_DETR}.rf_detr:RfDetr", f"{_DETR}.options:RfDetrOptions"),
+    "lw_detr": (f"{_DETR}.lw_detr:LwDetr", f"{_DETR}.options:LwDetrOptions"),
     "rt_detr_v2": (f"{_DETR}.rt_detr:RTDetrV2", f"{_DETR}.options:RTDetrV2Options"),
     "d_fine": (f"{_DETR}.d_fine:DFine", f"{_DETR}.options:DFineOptions"),
     "deimv2": (f"{_DETR}.deimv2:Deimv2", f"{_DETR}.options:Deimv2Options"),
@@ -87,6 +88,7 @@ PUBLISHERS = (
     f"{_DETR}.weights_ecdet:ECDET",
     f"{_DETR}.weights_rt_detr:RT_DETR",
     f"{_DETR}.weights_rf_detr:RF_DETR",
+    f"{_DETR}.weights_lw_detr:LW_DETR",
     f"{_YOLOV3}:weights_darknet",
     f"{_YOLOV3}:weights_gluoncv",
 )

@@ -7,7 +7,7 @@ embeds the position of a query again in every layer, and has ReLU in its heads. 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from toolkit.detectors.detr.d_fine import DFine, box_heads, silu_in_
 from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, VITS, size_config
 from toolkit.detectors.detr.options import Deimv2Options
 from toolkit.detectors.detr.weights_deimv2 import vit_names
-from toolkit.models.weights.backbone_file import load_matching, read_backbone_file
+from toolkit.models.weights.backbone_file import load_publishers_file
 
 ENTRIES_OF_A_SIZE = ("d_model", "encoder_ffn_dim", "decoder_layers", "feat_strides", "backbone_config")
 
@@ -70,7 +70,7 @@ class Deimv2(DFine):
             as_its_program_(self.model)
         if options.size in VITS and options.pretrained_backbone:
             file = options.pretrained_backbone
-            load_vit(self._backbone(), file, vit_names, f"DEIMv2 {options.size}", VITS[options.size][3])
+            load_publishers_file(self._backbone(), file, vit_names, f"DEIMv2 {options.size}", VITS[options.size][3])
         self.used["original"] = self.original
 
     def _backbone(self) -> nn.Module:
@@ -106,24 +106,6 @@ def as_its_program_(model: Deimv2ForObjectDetection) -> None:
         for layer in vit.model.layer:
             layer.layer_scale1 = nn.Identity()
             layer.layer_scale2 = nn.Identity()
-
-
-def load_vit(vit: nn.Module, file: bool | str, names: Callable[[Mapping], dict], model: str, published: str) -> None:
-    """Load a publisher's file into a backbone in place.
-
-    Args:
-        vit: the backbone, a DINOv3 of transformers.
-        file: value of `model.pretrained_backbone`.
-        names: function that renames the tensors of the file to the names of `vit`.
-        model, published: name of the model and of its publisher's file, for messages.
-
-    Raises:
-        BadInput: `file` is True, the file is missing, or its tensors are not those of the backbone.
-    """
-    if file is True:
-        raise BadInput(f"model.pretrained_backbone: give the publisher's file of the backbone of {model}: {published}")
-    wanted = {name: tensor for name, tensor in vit.state_dict().items() if tensor.numel()}  # not all have registers
-    load_matching(wanted, names(read_backbone_file(file)), model, file)
 
 
 class _Decoder(Deimv2Decoder):

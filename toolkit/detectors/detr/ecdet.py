@@ -15,10 +15,11 @@ from transformers.models.deimv2.modeling_deimv2 import Deimv2ConvNormLayer, Deim
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.d_fine import DFine
-from toolkit.detectors.detr.deimv2 import Deimv2, as_its_program_, load_vit
+from toolkit.detectors.detr.deimv2 import Deimv2, as_its_program_
 from toolkit.detectors.detr.ecdet_sizes import ECDET_SIZES, size_config, size_of
 from toolkit.detectors.detr.options import EcdetOptions
 from toolkit.detectors.detr.weights_ecdet import ecvit_names
+from toolkit.models.weights.backbone_file import load_publishers_file
 
 
 class EcdetConfig(Deimv2Config):
@@ -51,7 +52,7 @@ class Ecdet(DFine):
         if options.pretrained_backbone:
             published = ECDET_SIZES[size].file if size else "there is none for this size"
             name = f"ECDet {size or 'of another size'}"
-            load_vit(self._backbone(), options.pretrained_backbone, ecvit_names, name, published)
+            load_publishers_file(self._backbone(), options.pretrained_backbone, ecvit_names, name, published)
         self.used["size"] = size
 
     def _backbone(self) -> nn.Module:

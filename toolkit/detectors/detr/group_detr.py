@@ -80,10 +80,12 @@ class GroupDetr(MatchedDetector):
         """Load the backbone's weights; the options also have `heads`, `encoder_layers` and `size` (None: not one of
         ours)."""
         config = self.model.config
+        size = options.size
+        if source_config is not None:
+            size = self._size_of(config)
+            if options.given.get("size") not in (None, size):
+                raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         self._start_backbone(options)
-        size = self._size_of(config)
-        if options.given.get("size") not in (None, size):
-            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         heads = config.decoder_self_attention_heads
         in_proportion = config.decoder_cross_attention_heads == 2 * heads
         return {

@@ -133,6 +133,27 @@ class RfDetrOptions(DecoderOptions):
 
 
 @dataclass
+class LwDetrOptions(DecoderOptions):
+    """LW-DETR, small unless `size` says otherwise."""
+
+    architecture: str = "lw_detr"
+    size: Literal["tiny", "small", "medium", "large", "xlarge"] | None = "small"
+    """Published size: the vision transformer that is the backbone, its feature maps, and the settings of structure that
+    are not given. The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another
+    backbone."""
+    heads: int | None = 8
+    """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
+    model has another ratio."""
+    encoder_layers: int = 10
+    """Number of layers of the vision transformer backbone; if it is not given, that of the size (tiny 6, others 10)."""
+    decoder_layers: int = 3
+    """Number of decoder layers."""
+    num_queries: int = 300
+    """Number of object queries, each of which can detect one object per image; if it is not given, that of the size
+    (tiny 100, others 300)."""
+
+
+@dataclass
 class HybridOptions(TransformerOptions):
     """RT-DETR-v2 and its successors, apart from their backbones."""
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Publisher, count, named, pairs
+from toolkit.models.weights.names import Description, Pairs, Publisher, count, named, pairs
 
 SIDE_OF_SEG_NANO = 312  # pixels; it has no windows, which the file does not say
 VIT = "backbone.0.encoder.encoder"
-PROJECTOR = ("backbone.0.projector.stages.0.0", "model.model.backbone.projector.projector_layer")
+PROJECTOR = "cv1 conv1, cv2 conv2, m.*.cv1 bottlenecks.*.conv1, m.*.cv2 bottlenecks.*.conv2"
 ATTENTION = """
     attention.query q_proj, attention.key k_proj, attention.value v_proj, output.dense o_proj
 """
@@ -19,6 +19,7 @@ DECODER_LAYER = """
     norm1 self_attn_layer_norm, norm2 cross_attn_layer_norm, norm3 layer_norm, linear1 mlp.fc1, linear2 mlp.fc2
     self_attn.out_proj self_attn.o_proj
 """
+DECODER_NAMES = pairs(DECODER_LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")])
 MASK_HEAD = """
     query_features_block.layers.0 query_features_block.mlp.fc1
     query_features_block.layers.2 query_features_block.mlp.fc2
@@ -27,11 +28,14 @@ MASK_HEAD = """
     spatial_features_proj spatial_features_proj, query_features_proj query_features_proj
 """
 MASK_MARK = "segmentation_head.bias"
-REST = f"""
-    {VIT} model.model.backbone.backbone, backbone.0.projector.stages.0.1 model.model.backbone.projector.layer_norm
+TRANSFORMER_AND_HEADS = """
     transformer.decoder.norm model.model.decoder.layernorm, transformer model.model
     refpoint_embed model.model.reference_point_embed, query_feat model.model.query_feat
     class_embed model.class_embed, bbox_embed model.bbox_embed
+"""
+REST = f"""
+    {VIT} model.model.backbone.backbone, backbone.0.projector.stages.0.1 model.model.backbone.projector.layer_norm
+    {TRANSFORMER_AND_HEADS}
 """
 
 
@@ -62,22 +66,11 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "out_indices": [2, 5, 8, 11] if first else [3, 6, 9, 12],
         "image_size": side,
     }
-    layer = "transformer.decoder.layers.0"
-    d_model = state["query_feat.weight"].shape[1]
-    groups = count(state, "transformer.enc_output")
-    heads = d_model // 16
     config = {
         "model_type": "rf_detr",
         "backbone_config": backbone,
-        "d_model": d_model,
-        "decoder_layers": count(state, "transformer.decoder.layers"),
-        "decoder_ffn_dim": len(state[f"{layer}.linear1.weight"]),
-        "decoder_self_attention_heads": heads // 2,
-        "decoder_cross_attention_heads": heads,
-        "decoder_n_points": len(state[f"{layer}.cross_attn.attention_weights.bias"]) // heads,
-        "group_detr": groups,
         "layer_norm_eps": 1e-6,
-        "num_queries": len(state["query_feat.weight"]) // groups,
+        **decoder_entries(state, levels=1),
     }
     options: dict[str, object] = {"source_config": config}
     if has_masks:
@@ -92,6 +85,34 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     )
 
 
+def decoder_entries(state: Mapping[str, Tensor], levels: int) -> dict[str, int]:
+    """Return the config entries of the decoder and the queries of RF-DETR or LW-DETR.
+
+    levels: number of feature maps.
+    """
+    layer = "transformer.decoder.layers.0"
+    d_model = state["query_feat.weight"].shape[1]
+    groups = count(state, "transformer.enc_output")
+    heads = d_model // 16
+    points = len(state[f"{layer}.cross_attn.attention_weights.bias"])
+    return {
+        "d_model": d_model,
+        "decoder_layers": count(state, "transformer.decoder.layers"),
+        "decoder_ffn_dim": len(state[f"{layer}.linear1.weight"]),
+        "decoder_self_attention_heads": heads // 2,
+        "decoder_cross_attention_heads": heads,
+        "decoder_n_points": points // (levels * heads),
+        "group_detr": groups,
+        "num_queries": len(state["query_feat.weight"]) // groups,
+    }
+
+
+def projector_names(theirs: str, ours: str) -> Pairs:
+    """Return the pairs of names of a projector's convolution block, whose names begin with `theirs` and `ours`."""
+    below = [(f"{block}.", f"{our_block}.") for block, our_block in pairs(PROJECTOR, below=[(theirs, ours)])]
+    return pairs("conv conv, bn norm", below)
+
+
 RF_DETR = Publisher(
     _described,
     (f"{VIT}.embeddings.cls_token", "refpoint_embed.weight"),
@@ -100,19 +121,8 @@ RF_DETR = Publisher(
             ATTENTION,
             below=[(f"{VIT}.encoder.layer.*.attention.", "model.model.backbone.backbone.encoder.layer.*.attention.")],
         ),
-        *pairs(
-            "conv conv, bn norm",
-            below=[
-                (f"{PROJECTOR[0]}.{theirs}.", f"{PROJECTOR[1]}.{ours}.")
-                for theirs, ours in (
-                    ("cv1", "conv1"),
-                    ("cv2", "conv2"),
-                    ("m.*.cv1", "bottlenecks.*.conv1"),
-                    ("m.*.cv2", "bottlenecks.*.conv2"),
-                )
-            ],
-        ),
-        *pairs(DECODER_LAYER, below=[("transformer.decoder.layers.*.", "model.model.decoder.layers.*.")]),
+        *projector_names("backbone.0.projector.stages.0.0.", "model.model.backbone.projector.projector_layer."),
+        *DECODER_NAMES,
         *pairs(MASK_HEAD, below=[("segmentation_head.", "masks.")]),
         *pairs(REST),
     ],

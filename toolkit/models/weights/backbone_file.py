@@ -1,7 +1,7 @@
 """Loads files of backbone weights under the names of timm or `efficientnet_pytorch`, and reports what was loaded."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -119,6 +119,31 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
             f"{SETTING} {file}: its {len(offered)} tensors ({some}, ...) are not those of timm's {name!r}; give a file "
             "of timm's weights for this backbone."
         ) from error
+
+
+def load_publishers_file(
+    backbone: nn.Module,
+    file: bool | str,
+    names: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    model: str,
+    published: str,
+) -> None:
+    """Load a publisher's file into a backbone in place.
+
+    Args:
+        backbone: a vision transformer of transformers.
+        file: value of `model.pretrained_backbone`.
+        names: function that renames the tensors of the file to the names of `backbone`.
+        model, published: name of the model and of its publisher's file, for messages.
+
+    Raises:
+        BadInput: `file` is True, the file is missing, or its tensors are not those of the backbone.
+    """
+    if file is True:
+        raise BadInput(f"model.pretrained_backbone: give the publisher's file of the backbone of {model}: {published}")
+    own = backbone.state_dict()
+    wanted = {name: tensor for name, tensor in own.items() if tensor.numel()}  # not all have registers
+    load_matching(wanted, names(read_backbone_file(file)), model, file)
 
 
 @torch.no_grad()

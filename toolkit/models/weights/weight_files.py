@@ -32,6 +32,7 @@ KNOWN_PUBLISHERS = (
     "ssdlite320_mobilenet_v3_large), "
     "facebookresearch/detr, Conditional, DAB and Deformable DETR, lyuwenyu/RT-DETR, Peterande/D-FINE, "
     "RT-DETRs/RT-DETRv4, Intellindust-AI-Lab/DEIM, DEIMv2 and EdgeCrafter (ECDet), roboflow/rf-detr, "
+    "Atten4Vis/LW-DETR, "
     "maskrcnn-benchmark, Scene-Graph-Benchmark (scene graphs too), Darknet's and GluonCV's YOLOv3"
 )
 

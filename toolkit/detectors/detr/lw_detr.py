@@ -1,0 +1,83 @@
+"""LW-DETR (Chen et al., 2024, arXiv 2406.03459) on its own vision transformer, whose attention alternates between
+windows and the whole image: transformers' model with the losses of this toolkit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import DeformableDetrImageProcessor, LwDetrConfig, LwDetrForObjectDetection
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.detr.configuration import handed_over
+from toolkit.detectors.detr.group_detr import GroupDetr
+from toolkit.detectors.detr.lw_detr_sizes import LW_DETR_SIZES, VIT_FILES, size_of, vit_entries
+from toolkit.detectors.detr.options import LwDetrOptions
+from toolkit.detectors.detr.weights_lw_detr import vit_names
+from toolkit.models.detector import MapTap
+from toolkit.models.weights.backbone_file import load_publishers_file
+
+OF_A_SIZE = ("encoder_layers", "num_queries", "d_model", "heads")  # settings that follow from the size
+OF_A_DEPTH = ("out_features", "stage_names")  # entries that follow from the depth of a vision transformer
+
+
+class LwDetr(GroupDetr):
+    """`transformers.LwDetrForObjectDetection`. Settings: see `LwDetrOptions`.
+
+    The sides of images are multiples of patch size times windows (64 px).
+    """
+
+    Options = LwDetrOptions
+    config_class = LwDetrConfig
+    model_class = LwDetrForObjectDetection
+    processor_class = DeformableDetrImageProcessor
+
+    @property
+    def stride(self) -> int:
+        backbone = self.model.config.backbone_config
+        return backbone.patch_size * backbone.num_windows_side
+
+    def _entries(self, options: LwDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
+        values = handed_over(options, source_config)
+        if source_config is None:
+            return self._entries_of_size(values, options)
+        entries = self._decoder_entries(values)
+        vit = dict(source_config["backbone_config"])
+        layers = values.get("encoder_layers", vit["num_hidden_layers"])
+        if layers != vit["num_hidden_layers"]:
+            vit |= vit_entries(vit["hidden_size"], layers) | {"num_attention_heads": vit["num_attention_heads"]}
+            for name in OF_A_DEPTH:
+                vit.pop(name, None)
+        return entries | {"backbone_config": vit}
+
+    def _entries_of_size(self, values: dict[str, Any], options: LwDetrOptions) -> dict[str, Any]:
+        if options.size not in LW_DETR_SIZES:
+            raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(LW_DETR_SIZES)}.")
+        size = LW_DETR_SIZES[options.size]
+        for name in OF_A_SIZE:
+            if name not in options.given:
+                values[name] = getattr(size, name)
+        return self._decoder_entries(values) | {
+            "backbone_config": vit_entries(size.width, values["encoder_layers"]),
+            "decoder_n_points": size.points,
+            "projector_scale_factors": size.scales,
+        }
+
+    def _initialise(self, options: LwDetrOptions, source_config: Mapping | None) -> None:
+        super()._initialise(options, source_config)
+        self.model.model.backbone.backbone.embeddings.projection.reset_parameters()  # the rest is as in transformers
+
+    def _start_backbone(self, options: LwDetrOptions) -> None:
+        file = options.pretrained_backbone
+        if file:
+            vit = self.model.model.backbone.backbone
+            width = vit.config.hidden_size
+            published = VIT_FILES.get(width, "there is none of this width")
+            load_publishers_file(vit, file, vit_names, f"LW-DETR of width {width}", published)
+
+    def _size_of(self, config: LwDetrConfig) -> str | None:
+        return size_of(config.to_dict())
+
+    def map_taps(self) -> list[MapTap]:
+        config = self.model.config
+        projector = self.model.model.backbone.projector
+        strides = [round(config.backbone_config.patch_size / scale) for scale in config.projector_scale_factors]
+        return [MapTap(projector, strides, [config.d_model] * len(strides))]
