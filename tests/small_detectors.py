@@ -26,6 +26,13 @@ TINY_RF_DETR = {
     "d_model": 32, "decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 4, "decoder_layers": 2,
     "decoder_ffn_dim": 32, "num_queries": 6, "group_detr": 3, "dropout": 0.0,
 }  # fmt: skip
+TINY_LW_DETR = {
+    "backbone_config": {"model_type": "lw_detr_vit", "hidden_size": 24, "num_attention_heads": 2,
+                        "num_hidden_layers": 2, "window_block_indices": [0], "out_indices": [1, 2]},
+    "projector_scale_factors": [2.0, 0.5], "d_model": 32, "decoder_self_attention_heads": 2,
+    "decoder_cross_attention_heads": 4, "decoder_layers": 2, "decoder_ffn_dim": 32, "decoder_n_points": 2,
+    "num_queries": 6, "group_detr": 3,
+}  # fmt: skip
 FINE = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER, "num_queries": 12, "num_denoising": 8,
         "hidden_expansion": 0.5}  # fmt: skip
 HYBRIDS = ("rt_detr_v2", "d_fine", "deimv2")  # which transformers has
@@ -38,6 +45,7 @@ SMALL = {  # `+` and `++`: variants of an architecture
     "deformable_detr++": {**ON_TIMM, "box_refine": "two_stage"},
     "dab-detr": ON_TIMM,
     "rf_detr": {"source_config": TINY_RF_DETR},
+    "lw_detr": {"source_config": TINY_LW_DETR},
     **dict.fromkeys(HYBRIDS, FINE),
     "ecdet": {name: value for name, value in FINE.items() if name not in ("backbone", "freeze")},
 }
@@ -66,7 +74,7 @@ def wake(detector):
 
 
 def image_size(name: str) -> tuple[int, int]:
-    return (64, 64) if name == "rf_detr" else (64, 96)
+    return (64, 64) if name in ("rf_detr", "lw_detr") else (64, 96)
 
 
 def random_target(count: int, hw=(64, 96), crowd: int = 0, seed: int = 0, dtype=torch.float32) -> dict:

@@ -31,12 +31,15 @@ SMALL = {
     "deimv2": HYBRID,
     "ecdet": {name: value for name, value in HYBRID.items() if name not in ("backbone", "freeze")},
     "rf_detr": {"d_model": 32, "heads": 2, "encoder_layers": 4, "decoder_layers": 1, "ffn_dim": 32, "num_queries": 12},
+    "lw_detr": {"size": "large", "d_model": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 1, "ffn_dim": 32,
+                "num_queries": 12},
     "ssdlite": {"backbone": "lcnet_035", "strides": [8, 16, 32], "channels": [16] * 3, "aspect_ratios": [[2.0]] * 3},
     "ssd300_vgg16": {},
     "ssdlite320_mobilenet_v3_large": {},
 }
 FAST = ("yolov3", "rt_detr_v2")
-SIZES = {"rf_detr": [112, 56], "ssd300_vgg16": [300, 336], "ssdlite320_mobilenet_v3_large": [256, 320]}
+SIZES = {"rf_detr": [112, 56], "lw_detr": [64, 128], "ssd300_vgg16": [300, 336],
+         "ssdlite320_mobilenet_v3_large": [256, 320]}  # fmt: skip
 OPTIONS = {"hidden_dim": 8, "embed_dim": 4, "pairs_per_image": 16, "detections_per_image": 5, "map_channels": 8,
            "representation_size": 16, "score_threshold": 0.0}  # fmt: skip
 

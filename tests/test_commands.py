@@ -149,7 +149,7 @@ def training_runs() -> list[tuple[str, str]]:
 
 def shortened(config, data: Path, folder: Path) -> None:
     """One step on two small images; the model is the command's, with random weights."""
-    side = 280 if config.model.architecture == "rf_detr" else 224  # its 300 queries need that many patches
+    side = {"rf_detr": 280, "lw_detr": 320}.get(config.model.architecture, 224)  # 300 queries need that many patches
     config.data.format, config.data.path, config.data.name, config.data.image_dir = "coco", None, None, None
     config.data.train, config.data.val = (str(data / f"{split}.json") for split in ("train", "val"))
     config.data.shares, config.eval.test_split = [], None  # of several sets, and of a folder

@@ -133,6 +133,7 @@ def test_accumulated_gradients_equal_those_of_the_big_batch(name, options):
     ("rf_detr", {"source_config": TINY_RF_DETR, "pretrained_backbone": True}, ["width 384 ", ", not 32"]),
     ("rf_detr", {"pretrained_backbone": "no/such.safetensors"}, ["the file no/such.safetensors does not exist"]),
     ("rf_detr", {"freeze": "paper"}, ["no setting model.freeze"]),
+    ("lw_detr", {"size": "nano"}, ["model.size: 'nano'", "tiny, small, medium, large, xlarge"]),
     ("dert", {}, ["'dert'", "did you mean 'detr'", "rt_detr_v2"]),
     ("detr", {"backbone": "resnet51"}, ["model.backbone", "'resnet51'", "resnet50"]),
     ("rt_detr_v2", {"backbone": "vit_tiny_patch16_224"}, ["stride", "8, 16", "[16, 16, 16]"]),

@@ -35,8 +35,8 @@ from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.step.losses import window_denominators
 
 NEW = [name for name in SMALL if name not in ("detr", *REAL_TIME)]
-ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", *REAL_TIME]
-FIXED = ("rf_detr", *REAL_TIME)  # they ignore padding
+ON_RANKS = ["conditional_detr", "deformable_detr++", "dab-detr", "rf_detr", "lw_detr", *REAL_TIME]
+FIXED = ("rf_detr", "lw_detr", *REAL_TIME)  # they ignore padding
 
 def random_outputs(num_layers, batch_size, queries, seed=5):
     generator = torch.Generator().manual_seed(seed)
@@ -174,7 +174,7 @@ def test_half_precision_is_for_training_and_never_for_losses(name):
     torch.testing.assert_close(half["boxes"], detector(batch.images, batch.sizes)["boxes"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["conditional_detr", "rf_detr"])
+@pytest.mark.parametrize("name", ["conditional_detr", "rf_detr", "lw_detr"])
 def test_crowd_regions_are_neither_matched_nor_counted(name):
     detector = wake(small(name)).eval()
     batch = batch_of([3, 1], image_size(name), crowd=1)
@@ -186,7 +186,7 @@ def test_crowd_regions_are_neither_matched_nor_counted(name):
 
 
 def test_one_layer_has_losses_without_auxiliary_ones():
-    for name in ("conditional_detr", "deformable_detr", "dab-detr", "rf_detr"):
+    for name in ("conditional_detr", "deformable_detr", "dab-detr", "rf_detr", "lw_detr"):
         detector = small(name, aux_loss=False).eval()
         losses, _ = run(detector, batch_of([1], image_size(name)))
         assert not [key for key in losses if key.endswith("_0")]
@@ -219,6 +219,8 @@ def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
 @pytest.mark.parametrize(("name", "options", "hw", "words"), [
     ("rf_detr", {}, (64, 72), "64x72 px.*multiples of 16"),
     ("rf_detr", {"num_queries": 5}, (16, 16), "num_queries 5.*only 4 positions"),
+    ("lw_detr", {}, (64, 96), "64x96 px: lw_detr needs.*multiples of 64"),
+    ("lw_detr", {"num_queries": 69}, (64, 64), "num_queries 69.*only 68 positions"),
     ("deformable_detr++", {"num_queries": 23}, (32, 32), "num_queries 23.*only 22 positions"),
     ("rt_detr_v2", {}, (64, 80), "multiples of 32"),
     ("rt_detr_v2", {"num_queries": 22}, (32, 32), "num_queries 22.*only 21 positions"),

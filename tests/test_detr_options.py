@@ -36,6 +36,7 @@ from toolkit.run.help import field_texts
 SETTINGS = SMALL | {
     "conditional_detr": {**ON_TIMM, "dilation": True},
     "rf_detr": {"encoder_layers": 4, "decoder_layers": 2, "num_queries": 6, "heads": 4},
+    "lw_detr": {"size": "tiny", "decoder_layers": 2, "num_queries": 6, "heads": 4, "d_model": 64, "ffn_dim": 32},
 }
 FAMILY = [name for name, (module, _) in DETECTORS.items() if module.startswith("toolkit.detectors.detr.")]
 
@@ -66,7 +67,7 @@ def test_help_has_a_sentence_for_every_setting_and_its_value(name):
 
 
 def test_a_setting_that_an_architecture_does_not_use_is_not_its_own():
-    for name, key in [("rf_detr", "freeze"), ("rf_detr", "backbone"), ("deformable_detr", "dilation"),
+    for name, key in [("rf_detr", "freeze"), ("lw_detr", "backbone"), ("deformable_detr", "dilation"),
                       ("conditional_detr", "eos_coef"), ("rt_detr_v2", "depth_mult"), ("d_fine", "aux_loss"),
                       ("dab-detr", "pre_norm")]:  # fmt: skip
         with pytest.raises(BadInput, match=f"{name} has no setting model.{key}"):

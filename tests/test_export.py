@@ -56,6 +56,8 @@ SMALL = {
     "deimv2": REAL_TIME,
     "ecdet": {name: value for name, value in REAL_TIME.items() if name != "backbone"},
     "rf_detr": {"d_model": 32, "heads": 2, "encoder_layers": 4, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 4},
+    "lw_detr": {"size": "large", "d_model": 32, "heads": 2, "encoder_layers": 4, "decoder_layers": 2, "ffn_dim": 32,
+                "num_queries": 4},
     "faster_rcnn": TWO_STAGE | {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16],
                                 "fpn_channels": 16, "anchor_sizes": [[16], [32]], "aspect_ratios": [1.0],
                                 "representation_size": 32},

@@ -64,6 +64,8 @@ TRANSFORMERS = [
     ("deimv2_x", "DEIMV2", "deimv2_dinov3_x_coco.pth", [3, 6, 3]),
     ("ecdet_s", "ECDET", "ecdet_s.pth", [3, 6, 3]), ("ecdet_l", "ECDET", "ecdet_l.pth", [3, 6, 3]),
     ("rfdetr_nano", "RF_DETR", "rf-detr-nano.pth", []),
+    ("lwdetr_tiny", "LW_DETR", "LWDETR_tiny_60e_coco.pth", []),
+    ("lwdetr_large", "LW_DETR", "LWDETR_large_60e_coco.pth", []),
 ]  # fmt: skip
 # Numbers that `decoder.up` has too, what follows from the size of the images; of DINOv3 for pretraining, masks and
 # masked biases, constants; a flag of RF-DETR's poses.
@@ -94,7 +96,8 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
     if len(expected["logits"]) == 2:
         images, sizes = pixels(2, 3, 64, 96), torch.tensor([[64, 96], [48, 80]])
     else:
-        images, sizes = pixels(1, 3, 96, 96), torch.tensor([[96, 96]])
+        hw = (64, 128) if name.startswith("lwdetr") else (96, 96)
+        images, sizes = pixels(1, 3, *hw), torch.tensor([hw])
     with torch.no_grad():
         outputs = detector(images, sizes)
     last = {key: outputs[key][-1] if outputs[key].ndim == 4 else outputs[key] for key in ("logits", "boxes")}

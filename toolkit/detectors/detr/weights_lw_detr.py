@@ -85,4 +85,5 @@ LW_DETR = _LwDetr(
         *DECODER_NAMES,
         *pairs(TRANSFORMER_AND_HEADS),
     ],
+    left_out="^$",  # nothing
 )
