@@ -31,7 +31,7 @@ SMALL = {
     "deimv2": HYBRID,
     "ecdet": {name: value for name, value in HYBRID.items() if name not in ("backbone", "freeze")},
     "rf_detr": {"d_model": 32, "heads": 2, "encoder_layers": 4, "decoder_layers": 1, "ffn_dim": 32, "num_queries": 12},
-    "lw_detr": {"size": "large", "d_model": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 1, "ffn_dim": 32,
+    "lw_detr": {"size": "tiny", "d_model": 32, "heads": 2, "encoder_layers": 2, "decoder_layers": 1, "ffn_dim": 32,
                 "num_queries": 12},
     "ssdlite": {"backbone": "lcnet_035", "strides": [8, 16, 32], "channels": [16] * 3, "aspect_ratios": [[2.0]] * 3},
     "ssd300_vgg16": {},
