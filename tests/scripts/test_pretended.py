@@ -24,7 +24,7 @@ LAUNCHES = 40 * 32  # of an evaluated batch, 40 for each of as many images as it
 MODES = {mode: ["--model.mode", mode, "--eval.metric_for_best", "R@20"] for mode in ("predcls", "sgcls", "sgdet")}
 GRAPHS = {"predcls": (1, 1), "sgcls": (3, 2), "sgdet": (6, 3)}  # a step and an evaluated batch, detector trained too
 HEADS = ("imp", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp", "squat")
-FAMILY = ("conditional_detr", "deformable_detr", "dab-detr", "d_fine", "deimv2", "ecdet", "detr")
+FAMILY = ("conditional_detr", "deformable_detr", "dab-detr", "d_fine", "deimv2", "ecdet", "lw_detr", "detr")
 SMALL = {"--model.backbone": "test_resnet", "--model.d_model": 32, "--model.heads": 2, "--model.ffn_dim": 32,
          "--model.decoder_layers": 2, "--model.num_queries": 20}  # fmt: skip
 SHORT = ("--run.epochs", 3, "--run.max_steps", 3, "--run.save_every", 0, "--run.eval_every", 0)
@@ -116,14 +116,15 @@ def test_the_whole_family_runs_on_a_device(settings, script, tmp_path):
     for name in FAMILY:
         given = pairs(settings("--run.output_dir", tmp_path, "--run.name", name, "--data.image_size", 128, *SHORT))
         given |= {"--model.architecture": name} | SMALL
-        if name == "ecdet":
+        if name in ("ecdet", "lw_detr"):
             del given["--model.backbone"]
         cases.append((script.name, flat({key: value for key, value in given.items() if key != "--config"})))
     auto = settings("--run.output_dir", tmp_path, "--run.name", "auto", *SHORT, "--run.precision", "auto")
     names = [*FAMILY, "auto"]
     for name, measured in zip(names, pretended(tmp_path, [*cases, (script.name, auto)]), strict=True):
-        launches = LAUNCHES * (1 + (name == "ecdet"))  # a transformer of 12 layers
-        assert_few_waits(measured, STEP[script.name], EVALUATED[script.name], 4, launches)
+        launches = LAUNCHES * (1 + (name in ("ecdet", "lw_detr")))  # transformers of 12 and 10 layers
+        batch = EVALUATED[script.name] + (name == "lw_detr")  # its proposals are matched too
+        assert_few_waits(measured, STEP[script.name], batch, 4, launches)
     run = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["run"]
     assert (run["precision"], run["tf32"]) == ("bf16", True), "where a device has both"
 
