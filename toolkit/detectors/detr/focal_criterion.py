@@ -1,4 +1,5 @@
-"""Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB and RF-DETR.
+"""Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB, RF-DETR
+and LW-DETR.
 
 The losses equal those of transformers' `DeformableDetrForObjectDetectionLoss` and `LwDetrForObjectDetectionLoss`. These
 process the layers one by one; here one cost tensor covers all layers, as in `detr_criterion.py`.

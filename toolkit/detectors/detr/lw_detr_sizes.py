@@ -1,8 +1,7 @@
 """The published sizes of LW-DETR as entries of transformers' config (Atten4Vis/LW-DETR, scripts).
 
 transformers' default config counts the blocks whose maps are used from 0, as the original does, but its model counts
-them from 1, after the embedded patches. The entries here are right for its model, as are those of its models on the
-hub.
+them from 1, after the embedded patches. The entries here are right for its model.
 """
 
 from collections.abc import Mapping, Sequence
