@@ -141,8 +141,8 @@ def test_what_does_not_fit_is_said():
         build("lw_detr", size="tiny", pretrained_backbone="no/such.pth")
     with pytest.raises(BadInput, match=r"model.size small: the pretrained model has another one"):
         build("lw_detr", source_config=TINY_LW_DETR, size="small")
-    with pytest.raises(BadInput, match=r"is a rf_detr, not a lw_detr"):
-        build("lw_detr", source_config=TINY_LW_DETR | {"model_type": "rf_detr"})
+    with pytest.raises(BadInput, match=r"is a detr, not a lw_detr"):
+        build("lw_detr", source_config={"model_type": "detr"})
     state, _ = published("lwdetr_tiny")
     more = {name.replace("blocks.0.", "blocks.6."): tensor for name, tensor in state.items() if "blocks.0." in name}
     with pytest.raises(BadInput, match=r"b.pth: the vision transformer has 7 blocks"):

@@ -1,5 +1,4 @@
-"""Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB, RF-DETR
-and LW-DETR.
+"""Criterion of the family members that classify with sigmoids: Conditional, Deformable, DAB, RF- and LW-DETR.
 
 The losses equal those of transformers' `DeformableDetrForObjectDetectionLoss` and `LwDetrForObjectDetectionLoss`. These
 process the layers one by one; here one cost tensor covers all layers, as in `detr_criterion.py`.

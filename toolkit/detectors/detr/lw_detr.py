@@ -40,10 +40,12 @@ class LwDetr(GroupDetr):
         if source_config is None:
             return self._entries_of_size(values, options)
         entries = self._decoder_entries(values)
-        vit = dict(source_config["backbone_config"])
-        layers = values.get("encoder_layers", vit["num_hidden_layers"])
-        if layers != vit["num_hidden_layers"]:
-            vit |= vit_entries(vit["hidden_size"], layers) | {"num_attention_heads": vit["num_attention_heads"]}
+        vit = dict(source_config.get("backbone_config") or {})  # a config of another architecture is refused later
+        layers = values.get("encoder_layers")
+        if layers not in (None, vit.get("num_hidden_layers")):
+            heads = vit["num_attention_heads"]
+            vit |= vit_entries(vit["hidden_size"], layers)
+            vit["num_attention_heads"] = heads
             for name in OF_A_DEPTH:
                 vit.pop(name, None)
         return entries | {"backbone_config": vit}
