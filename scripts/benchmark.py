@@ -28,7 +28,7 @@ from benches.gpu import bench_gpu
 from benches.loading import bench_loading
 from benches.loop import bench_loop
 from benches.memory import bench_memory
-from benches.peers import bench_peers, bench_peers_masks, bench_peers_sets
+from benches.peers import bench_peers, bench_peers_masks, bench_peers_sets, bench_peers_trained
 from benches.peers_predict import bench_peers_predict
 from benches.predict import bench_predict
 from benches.reading import bench_reading
@@ -67,9 +67,11 @@ BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("peers_bccd", partial(bench_peers, "bccd"), {"minutes": 0.05}),
     ("peers_masks", bench_peers_masks, {"minutes": 0.05}),
     ("peers_sets", bench_peers_sets, {"minutes": 0.05}),
+    ("peers_trained", bench_peers_trained, {"minutes": 0.05}),
     ("peers_predict", bench_peers_predict, {}),
 )
-ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_masks", "peers_predict", "peers_sets"}  # run only if named
+# Run only if named.
+ASKED_FOR = {"gpu", "peers", "peers_bccd", "peers_masks", "peers_predict", "peers_sets", "peers_trained"}
 # Requirements of rows; the other rows explain them.
 REQUIREMENTS = {
     "loop, DETR-R50, ours / bare": "≤ 1.03",

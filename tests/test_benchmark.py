@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
@@ -127,6 +128,16 @@ def test_programs_are_compared_on_data_sets_of_any_form_with_the_configuration_t
     for program in chosen:
         assert 0 <= rows[f"peers, small, {program}, seed 0, AP"]["value"] <= 1, rows
         assert rows[f"peers, small, {program}, seed 0, steps"]["value"] > 0
+    with pytest.raises(BadInput, match="put one file of weights there.*it has 0 files"):
+        list(peers.bench_peers_trained())
+    weights = tmp_path / "runs" / "peers" / "backbone" / "test_resnet.pth"
+    weights.parent.mkdir()
+    torch.save(timm.create_model("test_resnet").state_dict(), weights)
+    rows = {row["name"]: row for row in peers.bench_peers_trained(minutes=0.05, programs=chosen)}
+    for program in chosen:
+        assert 0 <= rows[f"peers, small_trained, {program}, seed 0, AP"]["value"] <= 1, rows
+    log = (tmp_path / "runs" / "peers" / "small_trained" / "our_faster_r_cnn_0" / "log.txt").read_text()
+    assert f"--model.backbone=test_resnet --model.pretrained_backbone={weights}" in log
 
 
 def test_boxes_of_another_program_are_read_and_judged(benchmark, tmp_path):

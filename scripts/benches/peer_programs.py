@@ -32,6 +32,8 @@ class PeerPlan:
     """The plan of a training: data (COCO files and folders of images), length, and the folder for the results.
 
     config: name of our configuration file, without its folder and suffix.
+    backbone, backbone_file: timm model in place of the configuration's, and a file of its weights; empty: the
+    configuration's with random weights.
     """
 
     data: str
@@ -46,6 +48,8 @@ class PeerPlan:
     seed: int
     folder: str
     program: str
+    backbone: str = ""
+    backbone_file: str = ""
 
 
 class Clock:
@@ -160,16 +164,18 @@ def mirrored_or_not(
 
 
 def our_detector(plan: PeerPlan, config: str):
-    """Return a detector of this toolkit with random weights, and the settings of its configuration file. config: name
-    of this file below `configs/`."""
+    """Return a detector of this toolkit with random weights, except for those of the plan's backbone, and the settings
+    of its configuration file. config: name of this file below `configs/`."""
     import yaml
 
     from toolkit.models import build_detector
 
     settings = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
     model = dict(settings["model"])
+    model["backbone"] = plan.backbone or model["backbone"]
+    model["pretrained_backbone"] = plan.backbone_file or False
     names = [each["name"] for each in json.loads(Path(plan.train).read_text())["categories"]]
-    return build_detector(model.pop("architecture"), class_names=names, pretrained_backbone=False, **model), settings
+    return build_detector(model.pop("architecture"), class_names=names, **model), settings
 
 
 def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict], Clock]:
@@ -192,7 +198,11 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
     if ours:
         model.load_state_dict(detector.model.state_dict())
         optim, warm_up = settings["optim"], settings["schedule"]["warmup_steps"]
-    processor = RTDetrImageProcessor(size={"height": plan.side, "width": plan.side})
+    size = {"height": plan.side, "width": plan.side}
+    if plan.backbone_file:  # it was trained on normalised pixels
+        processor = RTDetrImageProcessor(size=size, do_normalize=True, image_mean=detector.mean, image_std=detector.std)
+    else:
+        processor = RTDetrImageProcessor(size=size)
     augment = albumentations.Compose(
         [
             albumentations.Perspective(p=0.1),
@@ -246,7 +256,6 @@ def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
     """Train with torchvision's reference loop: Faster R-CNN with the backbone, anchors, widths and numbers of boxes of
     our configuration; SGD at 0.02 for 16 images, warm-up, a tenth of the rate after 16/26 and 22/26 of the time.
     Mask R-CNN, if our configuration has masks."""
-    import timm
     import yaml
     from torchvision.models.detection import FasterRCNN, MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -254,12 +263,15 @@ def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
     from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
+    from toolkit.models.backbones import timm_model  # timm.create_model, also with the weights of a file
+
     class Backbone(torch.nn.Module):
         """Maps of strides 4, 8 and 16 of a timm backbone, and a pooled one."""
 
         def __init__(self, name: str, out_channels: int):
             super().__init__()
-            self.body = timm.create_model(name, features_only=True, out_indices=(1, 2, 3))
+            weights = plan.backbone_file or False
+            self.body = timm_model(name, weights, features_only=True, out_indices=(1, 2, 3))
             self.fpn = FeaturePyramidNetwork(self.body.feature_info.channels(), out_channels, LastLevelMaxPool())
             self.out_channels = out_channels
 
@@ -270,7 +282,7 @@ def torchvision_loop(plan: PeerPlan) -> tuple[list[dict], Clock]:
     has_masks = o.get("masks", False)
     dataset = MaskedPictureDataset if has_masks else PictureDataset
     train, val = (dataset(*split, plan.side) for split in splits(plan))
-    backbone = Backbone(o["backbone"], o["fpn_channels"])
+    backbone = Backbone(plan.backbone or o["backbone"], o["fpn_channels"])
     sizes = [*o["anchor_sizes"], [2 * size for size in o["anchor_sizes"][-1]]]
     numbers = [name for name in o if name.startswith(("rpn_p", "rpn_b", "box_"))]
     num_classes = len(train.category_ids) + 1

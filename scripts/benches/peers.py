@@ -5,6 +5,7 @@
     python scripts/benchmark.py --only peers_masks --out runs/peers/table_masks  # masks of the same; 10 minutes
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
     python scripts/benchmark.py --only peers_sets --out runs/peers/table_sets  # every data set in runs/peers/sets/
+    python scripts/benchmark.py --only peers_trained --out runs/peers/table_trained  # and a backbone's weights there
 
 Each program is a process of its own. Its log and its detections are kept in `runs/peers/`, and pycocotools judges the
 detections of all programs on the same file. The minutes contain no evaluation, and the last weights of every program
@@ -48,6 +49,7 @@ ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our 
          "ultralytics yolo11n")  # fmt: skip
 ON_SETS = ("our Faster R-CNN", "torchvision's reference loop", "our RT-DETR-v2",
            "transformers' Trainer, our weights and rates", "ultralytics yolo11n")  # fmt: skip
+WITH_TRAINED_BACKBONE = ON_SETS[:-1]  # the backbone of ultralytics' is part of its detector
 PRINTED = "own_data_cpu"  # the configuration that check_data.py prints without a GPU
 
 
@@ -108,6 +110,35 @@ def bench_peers_sets(
     Raises:
         BadInput: there is no data set.
     """
+    for name, plans in _sets():
+        yield from _each_program(name, plans, minutes, seeds, programs)
+
+
+def bench_peers_trained(
+    minutes: float = 5,
+    seeds: Sequence[int] = (0,),
+    programs: Sequence[str] = WITH_TRAINED_BACKBONE,
+) -> Iterator[dict]:
+    """Measure the same with a trained backbone in all programs, whose weights are the only file in
+    `runs/peers/backbone/`; its name is that of the timm model, such as `tf_efficientnet_lite0.pth`.
+
+    Args:
+        minutes, seeds, programs: as of `bench_peers`.
+
+    Raises:
+        BadInput: there is no data set, or not one file of weights.
+    """
+    folder = LOGS / "backbone"
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    if len(files) != 1:
+        raise BadInput(f"{folder}: put one file of weights there, named as its timm model; it has {len(files)} files")
+    trained = {"backbone": files[0].stem, "backbone_file": str(files[0].absolute())}
+    for name, plans in _sets():
+        yield from _each_program(f"{name}_trained", plans | trained, minutes, seeds, programs)
+
+
+def _sets() -> Iterator[tuple[str, dict]]:
+    """Yield the name and the plan of each data set, which is written as COCO files for all programs."""
     sets = LOGS / "sets"
     folders = sorted(path for path in sets.iterdir() if path.is_dir()) if sets.is_dir() else []
     if not folders:
@@ -119,8 +150,7 @@ def bench_peers_sets(
             write_folder(table, coco, split, "coco", link=True)
         annotations = [str(coco / "annotations" / f"{split}.json") for split in ("train", "val")]
         images = [str(coco / split) for split in ("train", "val")]
-        plans = _plan(source.name, [*annotations, *images], 256, 4) | {"config": PRINTED}
-        yield from _each_program(source.name, plans, minutes, seeds, programs)
+        yield source.name, _plan(source.name, [*annotations, *images], 256, 4) | {"config": PRINTED}
 
 
 def _each_program(
@@ -251,6 +281,8 @@ def _ours(plan: PeerPlan, watch: Watch) -> Ran:
                   "data.batch_size_per_device": plan.batch}  # fmt: skip
         if plan.train_images == plan.val_images:  # else the folders are found by the names of the splits
             flags["data.image_dir"] = plan.train_images
+    if plan.backbone:
+        flags |= {"model.backbone": plan.backbone, "model.pretrained_backbone": plan.backbone_file}
     words = [f"--{key}={value}" for key, value in flags.items()]
     path = CONFIGS / f"{config.format(plan.config)}.yaml"
     watch.run([sys.executable, SCRIPTS / f"{script}.py", "--config", path, *words], Ran.first)
