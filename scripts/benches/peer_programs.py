@@ -198,11 +198,12 @@ def transformers_trainer(plan: PeerPlan, ours: bool = False) -> tuple[list[dict]
     if ours:
         model.load_state_dict(detector.model.state_dict())
         optim, warm_up = settings["optim"], settings["schedule"]["warmup_steps"]
-    size = {"height": plan.side, "width": plan.side}
-    if plan.backbone_file:  # it was trained on normalised pixels
-        processor = RTDetrImageProcessor(size=size, do_normalize=True, image_mean=detector.mean, image_std=detector.std)
-    else:
-        processor = RTDetrImageProcessor(size=size)
+    processor = RTDetrImageProcessor(
+        size={"height": plan.side, "width": plan.side},
+        do_normalize=bool(plan.backbone_file),  # a trained backbone knows normalised pixels
+        image_mean=detector.mean,
+        image_std=detector.std,
+    )
     augment = albumentations.Compose(
         [
             albumentations.Perspective(p=0.1),

@@ -5,7 +5,7 @@
     python scripts/benchmark.py --only peers_masks --out runs/peers/table_masks  # masks of the same; 10 minutes
     python scripts/benchmark.py --only peers_bccd --out runs/peers/table_bccd  # BCCD, from a folder with bccd/
     python scripts/benchmark.py --only peers_sets --out runs/peers/table_sets  # every data set in runs/peers/sets/
-    python scripts/benchmark.py --only peers_trained --out runs/peers/table_trained  # and a backbone's weights there
+    python scripts/benchmark.py --only peers_trained --out runs/peers/table_trained  # the same, a trained backbone
 
 Each program is a process of its own. Its log and its detections are kept in `runs/peers/`, and pycocotools judges the
 detections of all programs on the same file. The minutes contain no evaluation, and the last weights of every program
@@ -49,7 +49,8 @@ ORDER = ("our RT-DETR-v2", "transformers' Trainer", "transformers' Trainer, our 
          "ultralytics yolo11n")  # fmt: skip
 ON_SETS = ("our Faster R-CNN", "torchvision's reference loop", "our RT-DETR-v2",
            "transformers' Trainer, our weights and rates", "ultralytics yolo11n")  # fmt: skip
-WITH_TRAINED_BACKBONE = ON_SETS[:-1]  # the backbone of ultralytics' is part of its detector
+# ultralytics' command takes trained weights of a whole detector alone.
+WITH_TRAINED_BACKBONE = tuple(name for name in ON_SETS if not name.startswith("ultralytics"))
 PRINTED = "own_data_cpu"  # the configuration that check_data.py prints without a GPU
 
 
@@ -126,7 +127,7 @@ def bench_peers_trained(
         minutes, seeds, programs: as of `bench_peers`.
 
     Raises:
-        BadInput: there is no data set, or not one file of weights.
+        BadInput: there is no data set, or the folder does not hold exactly one file of weights.
     """
     folder = LOGS / "backbone"
     files = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -1,5 +1,5 @@
-"""What RF-DETR and LW-DETR share: two stages and groups of queries that are trained in parallel (Group DETR), one of
-which is used for detection.
+"""The base of RF-DETR and LW-DETR, which have two stages and groups of queries. All groups are trained in parallel
+(Group DETR), and one of them detects.
 
 The criterion is LW-DETR's, with a classification loss whose targets combine score and IoU. The losses equal those of
 transformers' `LwDetrForObjectDetectionLoss`.
@@ -32,6 +32,7 @@ class GroupDetr(MatchedDetector):
 
     A subclass defines:
         stride: patch size times the number of windows along a side, in pixels.
+        feature_strides: strides of the maps that the decoder reads, in pixels.
         _start_backbone: makes the vision transformer ready and loads its weights, `model.pretrained_backbone`.
         _size_of: returns the name of the published size that a config has.
     """
@@ -104,7 +105,7 @@ class GroupDetr(MatchedDetector):
 
     def _size_of(self, config: PreTrainedConfig) -> str | None:
         """Return the name of the published size that the config of a detector has; None: another one."""
-        raise NotImplementedError
+        raise NotImplementedError  # each has sizes of its own
 
     def _criterion(self, num_classes: int, num_layers: int, costs: MatchingCosts) -> nn.Module:
         return FocalCriterion(num_layers, costs, "classes", quality_terms)
@@ -168,7 +169,5 @@ class GroupDetr(MatchedDetector):
                 f"images of {height}x{width} px: {self.config_class.model_type} needs sides that are multiples of "
                 f"{self.stride} (patch size times windows); set data.image_size."
             )
-        positions = 0
-        for tap in self.map_taps():
-            positions += sum((height // stride) * (width // stride) for stride in tap.strides)
+        positions = sum((height // stride) * (width // stride) for stride in self.feature_strides)
         check_positions(height, width, positions, self.model.config.num_queries)

@@ -78,8 +78,12 @@ class LwDetr(GroupDetr):
     def _size_of(self, config: LwDetrConfig) -> str | None:
         return size_of(config.to_dict())
 
-    def map_taps(self) -> list[MapTap]:
+    @property
+    def feature_strides(self) -> list[int]:
         config = self.model.config
+        return [round(config.backbone_config.patch_size / scale) for scale in config.projector_scale_factors]
+
+    def map_taps(self) -> list[MapTap]:
+        strides = self.feature_strides
         projector = self.model.model.backbone.projector
-        strides = [round(config.backbone_config.patch_size / scale) for scale in config.projector_scale_factors]
-        return [MapTap(projector, strides, [config.d_model] * len(strides))]
+        return [MapTap(projector, strides, [self.model.config.d_model] * len(strides))]

@@ -73,6 +73,10 @@ class RfDetr(GroupDetr):
         backbone = self.model.config.backbone_config
         return backbone.patch_size * backbone.num_windows
 
+    @property
+    def feature_strides(self) -> list[int]:
+        return [self.model.config.backbone_config.patch_size]
+
     def _entries(self, options: RfDetrOptions, source_config: Mapping | None) -> dict[str, Any]:
         values = handed_over(options, source_config)
         size = values.get("size")
