@@ -22,6 +22,12 @@ def assert_losses_are_divided_as_announced(detector, outputs, targets) -> None:
             torch.testing.assert_close(doubled[loss], factor * value, msg=f"{loss} when {name} doubles")
 
 
+def trained_without_gradient(detector) -> list[str]:
+    """Names of the trained parameters that no loss has given a gradient."""
+    parameters = detector.named_parameters()
+    return [name for name, parameter in parameters if parameter.requires_grad and parameter.grad is None]
+
+
 def assert_resolved_options_build_it_again(detector, class_names, without_value=("pretrained",)) -> None:
     """The same structure, through JSON as a file has it; every setting has a value but those that can have none."""
     resolved = detector.resolved_options()

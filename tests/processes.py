@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate import Accelerator
 
 # Ranks are forked from a server that has imported what the modules of the tests import: each rank imports the module
 # of its function, and would take seconds for that. Of several such lists the last one would hold for all tests.
@@ -30,6 +32,17 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world_size, folder, function, args), world_size, start_method="forkserver")
         return [torch.load(Path(folder, f"result_{rank}"), weights_only=False) for rank in range(world_size)]
+
+
+def as_launched(precision: str = "no") -> Accelerator:
+    """Returns the Accelerator of a rank of `run_on_ranks`, as if a launcher had started it on the CPU."""
+    from toolkit.base.distributed import world
+    from toolkit.run.processes import start_accelerator
+
+    rank, ranks = world()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
+    return start_accelerator(precision)
 
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple) -> None:

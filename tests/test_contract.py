@@ -1,18 +1,41 @@
 """What every detector keeps: losses that reach its parameters, their denominators, micro-batches, refused options."""
 
 import math
+import re
 from pathlib import Path
 from types import MethodType
+from typing import Literal, get_args, get_type_hints
 
 import pytest
 import torch
 import yaml
-from contract import assert_losses_are_divided_as_announced
-from small_detectors import FINE, REAL_TIME, SMALL, TINY_RF_DETR, batch_of, build, gradient_of, hub_config, run, wake
+from contract import (
+    assert_losses_are_divided_as_announced,
+    assert_resolved_options_build_it_again,
+    trained_without_gradient,
+)
+from processes import as_launched, run_on_ranks
+from small_detectors import (
+    CLASSES,
+    FINE,
+    REAL_TIME,
+    SMALL,
+    TINY_LW_DETR,
+    TINY_RF_DETR,
+    batch_of,
+    build,
+    gradient_of,
+    hub_config,
+    run,
+    wake,
+)
 from torch import nn
 
+from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.models import options_class
+from toolkit.run.processes import prepare
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import LossWeights, window_denominators
 
@@ -53,9 +76,9 @@ def unused(detector: nn.Module, counts: list[int], crowd: int) -> list[str]:
     detector.zero_grad()
     total = sum(losses.values())
     total.backward()
-    gradients = {name: p.grad for name, p in detector.named_parameters() if p.requires_grad}
-    assert total.isfinite() and all(g.isfinite().all() for g in gradients.values() if g is not None)
-    return [name for name, gradient in gradients.items() if gradient is None]
+    gradients = [p.grad for p in detector.parameters() if p.grad is not None]
+    assert total.isfinite() and all(gradient.isfinite().all() for gradient in gradients)
+    return trained_without_gradient(detector)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,6 +92,95 @@ def test_a_detector_announces_whether_it_leaves_trained_parameters_unused(name):
     else:
         assert [bool(names) for names in missing] == [name in STAGES_LEFT] * 4
     assert detector.leaves_unused == any(missing)
+
+
+NARROW = {"d_model": 32, "heads": 2, "ffn_dim": 32, "num_queries": 4, "decoder_layers": 1}
+DEPTHS = [("rf_detr", "base", None), ("rf_detr", "base", 12), ("rf_detr", "base", 2), ("rf_detr", "nano", 5),
+          ("rf_detr", "nano", 1), ("lw_detr", "tiny", 5)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "size", "layers"), DEPTHS)
+def test_a_vision_transformer_has_no_layer_behind_its_deepest_map_whatever_its_depth(name, size, layers):
+    detector = build(name, **NARROW, size=size, encoder_layers=layers).train()
+    side = detector.stride * 2
+    losses, _ = run(detector, batch_of([2, 1], (side, side)))
+    sum(losses.values()).backward()
+    assert trained_without_gradient(detector) == [] and not detector.leaves_unused
+    assert len(detector.model.model.backbone.backbone.encoder.layer) == (layers if layers in (1, 2, 5) else 11)
+
+
+@pytest.mark.parametrize(("name", "tiny"), [("rf_detr", TINY_RF_DETR), ("lw_detr", TINY_LW_DETR)])
+def test_layers_behind_the_deepest_map_of_a_source_change_no_prediction(name, tiny):
+    deeper = tiny["backbone_config"] | {"num_hidden_layers": 4}
+    source = tiny | {"backbone_config": deeper}
+    detector = wake(build(name, source_config=source)).eval()
+    as_given = detector.config_class(**source, num_labels=len(CLASSES))
+    theirs = detector.model_class(as_given).eval()
+    left = theirs.load_state_dict(detector.model.state_dict(), strict=False)
+    assert not left.unexpected_keys and len(detector.model.model.backbone.backbone.encoder.layer) == 2
+    assert {re.sub(r".*layer\.(\d).*", r"\1", key) for key in left.missing_keys} == {"2", "3"}
+    pixels = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        assert detector.model(pixels).pred_boxes.equal(theirs(pixels).pred_boxes)
+    assert detector.resolved_options()["encoder_layers"] == 2
+    assert_resolved_options_build_it_again(detector, CLASSES, ("pretrained", "size"))
+
+
+def test_ddp_is_told_of_heads_and_stages_without_a_loss():
+    dinov3 = hub_config("dinov3")
+    del dinov3["backbone_config"]["stage_names"]
+    dinov3["backbone_config"]["num_hidden_layers"] = 4
+    of_source = {"source_config": dinov3, "num_denoising": 0}
+    last_alone = SMALL["deformable_detr"] | {"box_refine": "iterative", "aux_loss": False}
+    from_the_end = {"source_config": TINY_RF_DETR | {"backbone_config": {
+        **TINY_RF_DETR["backbone_config"], "num_hidden_layers": 4, "out_indices": [-4, -3]}}}  # fmt: skip
+    for name, options in (("deimv2", of_source), ("deformable_detr", last_alone), ("rf_detr", from_the_end)):
+        detector = build(name, **options).train()
+        losses, _ = run(detector, batch_of([2, 1], (64, 64)))
+        sum(losses.values()).backward()
+        assert trained_without_gradient(detector) and detector.leaves_unused, name
+
+
+SIDES_PX = {"ssd300_vgg16": 300, "ssdlite320_mobilenet_v3_large": 320, "ssdlite": 320, "rf_detr": 224}
+QUERIES = {"deimv2": 20, "ecdet": 20, "d_fine": 20, "rt_detr_v2": 20}  # as many as there are positions; others: 8
+
+
+def published_sizes() -> list[tuple[str, str | None]]:
+    """Every detector with each of its sizes; scene graphs have images of their own in their tests."""
+    cases = []
+    for name in sorted(index.DETECTORS.keys() - {"scene_graph", "egtr"}):
+        kind = get_type_hints(options_class(name)).get("size", Literal[None])
+        sizes = [size for choice in get_args(kind) for size in get_args(choice) or (choice,) if isinstance(size, str)]
+        cases += [(name, size) for size in sizes or [None]]
+    return cases
+
+
+def two_steps(name: str, options: dict, side: int) -> list[list[str]]:
+    """Trained parameters of this rank without a gradient after each of two steps on full batches."""
+    accelerator = as_launched()
+    detector = build(name, **options).train()
+    optimizer = torch.optim.SGD(detector.parameters(), lr=1e-6)
+    model, optimizer = prepare(accelerator, detector, optimizer, None, detector.fixed_size)
+    batch = batch_of([3, 2], (side, side))
+    [denominators] = window_denominators([detector.denominators(batch.targets)], "cpu")
+    without = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs = model(batch.images, batch.sizes, batch.targets)
+        losses, _ = detector.criterion(outputs, batch.targets, denominators)
+        accelerator.backward(sum(losses.values()))
+        without.append(trained_without_gradient(detector))
+        optimizer.step()
+    return without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), published_sizes())
+def test_every_published_size_trains_on_two_processes_and_each_parameter_gets_a_gradient(name, size):
+    options = {} if size is None else {"size": size}
+    if "num_queries" in get_type_hints(options_class(name)):
+        options["num_queries"] = QUERIES.get(name, 8)
+    assert run_on_ranks(two_steps, 2, name, options, SIDES_PX.get(name, 128)) == [[[], []]] * 2
 
 
 ALIKE = ("deformable_detr", "deformable_detr+", "without denoising", "ssd, last stages", "faster_rcnn, last stages")

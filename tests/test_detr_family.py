@@ -244,8 +244,8 @@ def test_the_vit_of_rf_detr_takes_the_weights_of_timm(tmp_path):
         patches = theirs.patch_embed.proj(pixels).flatten(2).transpose(1, 2)
         torch.testing.assert_close(vit.embeddings.patch_embeddings(pixels), patches, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(vit.layernorm(tokens), theirs.norm(tokens))
-        for index, block in enumerate(theirs.blocks):
-            layer = vit.encoder.layer[index]
+        assert len(vit.encoder.layer) == 11 and len(theirs.blocks) == 12
+        for layer, block in zip(vit.encoder.layer, theirs.blocks, strict=False):
             if not layer.global_attention:  # which puts windows together before it
                 torch.testing.assert_close(layer(tokens), block(tokens), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(vit.embeddings.cls_token, theirs.cls_token)

@@ -1,6 +1,7 @@
 """What processes agree on, gather and reduce."""
 
 import importlib.util
+import json
 import os
 import random
 import warnings
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import PRELOADED, run_on_ranks
+from processes import PRELOADED, as_launched, run_on_ranks
 from torch import nn
 
 from toolkit.base.distributed import (
@@ -241,12 +242,9 @@ class Tiny(nn.Module):
 def as_prepared() -> list:
     """For each kind of detector: whether DDP looks for unused parameters, whether gradients share a bucket, and the
     buffer of this rank behind a step."""
-    from toolkit.run.processes import prepare, start_accelerator
+    from toolkit.run.processes import prepare
 
-    rank, ranks = world()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
-    found, accelerator = [], start_accelerator("no")
+    found, accelerator = [], as_launched()
     warnings.simplefilter("error", FutureWarning)  # every process would print it
     for leaves_unused in (True, False):
         detector = Tiny(leaves_unused, buffers_steer_training=leaves_unused)
@@ -265,6 +263,103 @@ def test_processes_look_for_unused_parameters_only_where_there_may_be_some(ranks
     for rank, (looks, quiet) in enumerate(run_on_ranks(as_prepared, ranks)):
         assert looks == (True, True, 0.0), "gradients are views of one bucket; buffers are those of the first process"
         assert quiet == (ranks > 2, True, float(rank)), "buffers are left alone"
+
+
+def _document() -> dict:
+    images = [{"id": 3 + i, "file_name": f"street/{i}.jpg", "width": 90, "height": 60 + i} for i in range(4)]
+    outline = [[5, 5, 25, 5, 25, 35, 5, 35]]
+    annotations = [
+        {"id": i, "image_id": 3 + i // 2, "category_id": 1 + i % 2, "bbox": [5, 5, 20, 30], "segmentation": outline}
+        for i in range(6)
+    ]
+    categories = [{"id": 1, "name": "bus"}, {"id": 2, "name": "tram"}]
+    relation = {"image_id": 3, "subject_id": 0, "object_id": 1, "predicate_id": 7}
+    return {
+        "images": images,
+        "annotations": annotations,
+        "categories": categories,
+        "rel_categories": [{"id": 7, "name": "behind"}, {"id": 8, "name": "beside"}],
+        "rel_annotations": [relation],
+    }
+
+
+def _change(document: dict, change: str) -> None:
+    first = document["annotations"][0]
+    changes = {
+        "nothing": lambda: None,
+        "folders": lambda: [image.update(file_name=f"part 2/{image['id'] - 3}.jpg") for image in document["images"]],
+        "order of classes in the file": lambda: document["categories"].reverse(),
+        "an image fewer": lambda: document["images"].pop(),
+        "a box fewer": lambda: document["annotations"].pop(),
+        "a box moved": lambda: first.update(bbox=[5.01, 5, 20, 30]),
+        "another label": lambda: first.update(category_id=2),
+        "a crowd": lambda: first.update(iscrowd=1),
+        "an outline": lambda: first.update(segmentation=[[5, 5, 25, 5, 25, 35]]),
+        "an area": lambda: first.update(area=77),
+        "a class renamed": lambda: document["categories"][1].update(name="train"),
+        "a class more": lambda: document["categories"].append({"id": 9, "name": "van"}),
+        "a size": lambda: document["images"][3].update(height=70),
+        "pictures exchanged": lambda: document["images"][2].update(file_name="street/9.jpg"),
+        "images in another order": lambda: document["images"].reverse(),
+        "a relation": lambda: document["rel_annotations"][0].update(predicate_id=8),
+        "a predicate renamed": lambda: document["rel_categories"][0].update(name="above"),
+    }
+    changes[change]()
+
+
+OTHER_DATA = {
+    "nothing": "",
+    "folders": "",
+    "order of classes in the file": "",
+    "an image fewer": "3 images, not 4",
+    "a box fewer": "5 boxes, not 6; other boxes or labels in 1 of the images, such as street/2.jpg (id 5)",
+    "a box moved": "other boxes or labels in 1 of the images, such as street/0.jpg (id 3)",
+    "another label": "other boxes or labels in 1 of the images",
+    "a crowd": "other boxes or labels in 1 of the images",
+    "an outline": "other file names, sizes, areas, masks, attributes or relations in 1 of the images",
+    "an area": "other file names, sizes, areas, masks, attributes or relations in 1 of the images",
+    "a class renamed": "class 1 is train, not tram",
+    "a class more": "class 2, van, is one more",
+    "a size": "other file names, sizes, areas, masks, attributes or relations in 1 of the images, such as street/3.jpg",
+    "pictures exchanged": "in 1 of the images, such as street/9.jpg (id 5)",
+    "images in another order": "images with other ids or in another order",
+    "a relation": "other file names, sizes, areas, masks, attributes or relations in 1 of the images",
+    "a predicate renamed": "predicate 0 is above, not behind",
+}
+
+
+def told_of_other_data(folder: Path) -> dict[str, list[str]]:
+    """What this rank is told, for each change of the data on all ranks but the first."""
+    from toolkit.data.formats import open_dataset
+    from toolkit.data.same_on_ranks import check_same_on_ranks
+
+    rank, _ = world()
+    told = {}
+    for change in OTHER_DATA:
+        document = _document()
+        if rank:
+            _change(document, change)
+        file = folder / f"machine {rank}" / change / "train.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(document))
+        reading = {"check_images": False, "masks": True, "cache_dir": folder / f"cache {rank}"}
+        table = open_dataset(file, image_dir=file.parent, **reading)
+        told[change] = []
+        try:
+            check_same_on_ranks({"training data": table, "validation data": table.head(2)})
+        except BadInput as error:
+            told[change] = error.problems
+    return told
+
+
+def test_other_data_on_another_machine_are_told_alike_on_every_rank_with_what_differs(tmp_path):
+    first, *others = run_on_ranks(told_of_other_data, 3, tmp_path)
+    assert others == [first, first]
+    for change, words in OTHER_DATA.items():
+        problems = first[change]
+        assert bool(problems) == bool(words), change
+        if words:
+            assert "training data: rank 1, 2 on the machine " in problems[0] and words in problems[0], change
 
 
 def test_a_restart_by_torchrun_does_not_see_what_the_processes_of_before_told_each_other(monkeypatch):

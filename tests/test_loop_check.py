@@ -208,6 +208,40 @@ def test_what_would_train_wrongly_is_refused(name, tmp_path):
         run_changed(t, hunk)
 
 
+CLIP = "        window.clip(t.max_norm)\n"
+CLIPS_NOT = {
+    "gone": ((CLIP, ""),),
+    "after the update": ((CLIP, ""), (UPDATE, UPDATE + CLIP)),
+    "now and then": ((CLIP, "        if t.step % 2 == 0:\n    " + CLIP),),
+    "asked for from the second step on": ((CLIP, "        t.max_norm = 0.1 * t.step\n"),),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS_NOT)
+def test_a_window_that_is_not_clipped_is_refused_where_the_settings_clip(name, tmp_path):
+    t = training(tmp_path, max_norm=0.1)
+    with pytest.raises(BadInput, match=r"`window.clip\(t.max_norm\)` was not done; .*t.without\(\"clip\"\)"):
+        run_changed(t, *CLIPS_NOT[name])
+    assert t.step < 2
+    with pytest.raises(BadInput, match="was done 2 times"):
+        run_changed(training(tmp_path / "twice", max_norm=0.1), (CLIP, 2 * CLIP))
+
+
+def test_a_loop_may_clip_by_itself_or_not_at_all(tmp_path):
+    by_itself = "        torch.nn.utils.clip_grad_norm_(t.trained_parameters, 0.1)\n"
+    weights = []
+    for name, line in (("ours", CLIP), ("its own", by_itself)):
+        t = training(tmp_path / name, max_norm=0.1)
+        if line != CLIP:
+            t.without("clip")
+        run_changed(t, (CLIP, line))
+        weights.append(t.detector.weight.detach())
+    torch.testing.assert_close(*weights)
+    never = training(tmp_path / "never")  # max_norm is 0
+    run_changed(never, (CLIP, ""))
+    assert never.step == t.step == 8
+
+
 def test_a_part_of_a_window_is_trained_on_as_a_window_in_evaluation_mode_on_purpose(tmp_path):
     t = training(tmp_path / "half", accumulation_steps=2)
     half = (MICRO, "        window.batches = window.batches[:1]\n" + MICRO)

@@ -144,6 +144,7 @@ REDUCE = "        reduced = window.reduce()  # `reduce_dict`: one collective and
 ACCEPTS = """        if not t.guard.accepts(window, reduced):  # the NaN guard, on every rank alike: reported and undone
             continue
 """
+CLIP = "        window.clip(t.max_norm)\n"
 UPDATE = "        t.optimizer.step()\n"
 EMA = "        t.ema.update()\n"
 METERS = "        t.meters.update(reduced)\n"
@@ -169,6 +170,7 @@ TOLD = {  # change -> (its hunks, exit code, what is said)
     "nothing is reduced": ([(REDUCE, "        reduced = {}\n"), (ACCEPTS, "")], 2,
                            "`reduced = window.reduce()` was not done; without it a NaN in a gradient would reach"),
     "meters left out": ([(METERS, "")], 2, "the window is over, and `t.meters.update(reduced)` was not done"),
+    "clipping left out": ([(CLIP, "")], 2, "the update comes too early, and `window.clip(t.max_norm)` was not done"),
     "averages left out on purpose": ([(EMA, ""), (EPOCH, '    t.without("ema")\n' + EPOCH)], 0,
                                      "training ended by"),
     "meters left out on purpose": ([(METERS, ""), (EPOCH, '    t.without("meters")\n' + EPOCH)], 0,

@@ -1,6 +1,9 @@
 """What other systems lack or do otherwise: Windows' missing modules and signals, and workers that are not forked."""
 
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 
@@ -73,6 +76,34 @@ def test_without_what_windows_lacks_spawned_workers_train_the_same(data, tmp_pat
     assert rows(fork) == rows(spawn) and len(rows(fork)) >= 3
     weights, others = (checkpoint_tensors(folder / "checkpoints" / "latest") for folder in folders)
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moved_px", "code"), [(0, 0), (3, 2)])
+def test_two_machines_have_the_same_data_in_folders_of_their_own_or_end_before_the_first_step(
+    moved_px, code, data, tmp_path
+):
+    folders = [data, tmp_path / "copy"]
+    shutil.copytree(data, folders[1])
+    annotations = folders[1] / "annotations" / "train.json"
+    document = json.loads(annotations.read_text())
+    document["annotations"][0]["bbox"][0] += moved_px
+    annotations.write_text(json.dumps(document))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    together = os.environ | CPU | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    started = []
+    for rank, folder in enumerate(folders):
+        args = ["--run.output_dir", tmp_path, "--run.max_steps", 1, "--run.eval_every", 0]
+        command = [sys.executable, SCRIPTS[-1].path, *small_settings(SCRIPTS[-1], folder, args)]
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen([*map(str, command)], env=together | of_rank, cwd=ROOT, **pipes))
+    texts = [process.communicate(timeout=240)[0] for process in started]
+    assert [process.returncode for process in started] == [code, code], "\n".join(texts)
+    assert all(("rank 1 on the machine" in text) == bool(code) for text in texts)
+    assert (tmp_path / "run" / "checkpoints").exists() != bool(code)
 
 
 @pytest.mark.parametrize(("found", "asked", "device"), [

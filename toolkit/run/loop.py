@@ -112,10 +112,12 @@ def count_update(t: Any) -> None:
 
 
 def counted_calls(t: Any) -> dict[str, int]:
-    """Return how often the meters, and the moving average if it is on, were updated, for `LoopCheck`."""
+    """Return how often calls of the loop were made, for `LoopCheck`; those that the settings turn off are left out."""
     counts = {"meters": t.meters.updates}
     if t.ema.is_on:
         counts["ema"] = t.ema.updates
+    if t.max_norm and t.window is not None:
+        counts["clip"] = t.window.clips
     return counts
 
 

@@ -15,6 +15,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data import pipeline
 from toolkit.data.formats import is_several
+from toolkit.data.same_on_ranks import check_same_on_ranks
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.splits import READING, check_not_empty, open_all_splits, open_split, share_of
 from toolkit.data.table import DetectionTable
@@ -68,6 +69,8 @@ def open_tables(s: Any) -> tuple[DetectionTable, DetectionTable]:
         opened = open_all_splits(c.train, c.val, test, s.staging, *checks, say=s.say, **reading)
         table, val_table, s.test_table = opened
         check_not_empty(table, c.allow_mostly_empty)
+    opened = {"training data": table, "validation data": val_table, "the test split": s.test_table}
+    check_same_on_ranks({name: one for name, one in opened.items() if one is not None})
     for note in check_ground_truth(val_table):
         s.say(note)
     return table, val_table

@@ -36,6 +36,7 @@ class TrainingWindow(Window):
         is_in_body: whether the body of the loop is being executed for this window.
         batches_taken: number of micro-batches that were taken from the data for this window.
         is_unscaled: whether the loss scale has been removed from the gradients.
+        clips: number of calls of `clip`.
     """
 
     def __init__(self, t: Any, batches: Sequence[Batch], prefetcher: Prefetcher | None = None):
@@ -57,6 +58,7 @@ class TrainingWindow(Window):
         self.totals: dict[str, float] = {}
         self.reduced: dict[str, float] = {}
         self.is_unscaled = False
+        self.clips = 0
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield each micro-batch on the device, with random numbers seeded for it.
@@ -170,6 +172,7 @@ class TrainingWindow(Window):
 
         Raises BadInput if `reduce` was not called before.
         """
+        self.clips += 1
         if self._grad_norm is None:
             self._t.check.before_update()  # raises, and names the line
         if max_norm:

@@ -23,6 +23,7 @@ LINES_BEFORE_UPDATE = {
     ),
     "reduce": ("reduced = window.reduce()", "a NaN in a gradient would reach the weights"),
     "accepts": ("if not t.guard.accepts(window, reduced): continue", "a NaN would reach the weights"),
+    "clip": ("window.clip(t.max_norm)", "gradients may be larger than `optim.max_norm`"),
 }
 LINES_AFTER_UPDATE = {
     "update": ("t.optimizer.step()", "nothing would be trained"),
@@ -49,7 +50,7 @@ class LoopCheck:
 
     def __init__(self, counts: Callable[[], Mapping[str, int]]):
         self._counts = counts
-        self.done = Counter(dict.fromkeys(LOOP_LINES.keys() - {"meters", "ema"}, 0))
+        self.done = Counter(dict.fromkeys(LOOP_LINES.keys() - {"meters", "ema", "clip"}, 0))
         self.left_out: set[str] = set()
         self._start: Mapping[str, int] | None = None  # None: outside a window
         self._step = 0
@@ -207,7 +208,7 @@ class LoopCheck:
         for name in names:
             if name in self.left_out or name not in now:
                 continue
-            made = now[name] - start[name]
+            made = now[name] - start.get(name, 0)  # the loop may ask for clipping from inside a window on
             right = self.micro_batches if name == "backward" else 1
             line, without = LOOP_LINES[name]
             if made < right:

@@ -19,6 +19,7 @@ from toolkit.detectors.detr.configuration import (
     detector_config,
     from_entries,
     handed_over,
+    has_stages_behind_maps,
     pixel_statistics,
     prepare_backbone,
     to_entries,
@@ -72,14 +73,22 @@ class TransformersDetector(Detector):
         """Set the criterion `set_loss`, mean and deviation of the pixels, and `used`, the resolved options that the
         config lacks."""
         clamp_without_check_(self.model)
-        config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
-        self.leaves_unused = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("embeddings.mask_token"):  # of a DINO's pretraining: no loss depends on it
+                parameter.requires_grad_(False)
+        self.leaves_unused = self._may_leave_unused()
         self.set_loss = set_loss
         self.used = dict(used)
         self.mean, self.std = statistics
         self.loss_names = set_loss.loss_names
         self.metric_names = set_loss.metric_names
         self.divided_by = set_loss.divided_by
+
+    def _may_leave_unused(self) -> bool:
+        """Return whether a step may leave trained parameters without a gradient, see `Detector.leaves_unused`."""
+        config = self.model.config  # a batch without boxes makes no denoising queries; dropped layers have no part
+        now_and_then = any(getattr(config, name, 0) for name in ("num_denoising", "decoder_layerdrop"))
+        return now_and_then or has_stages_behind_maps(config)
 
     def decode(
         self,

@@ -21,6 +21,8 @@ REPLACED = (
 # The same entries for RT-DETR.
 REPLACED_OF_RT_DETR = ("label2id", "num_labels", "dtype", "torch_dtype", "head_dim")
 RT_DETR_STRIDES = (8, 16, 32)
+# Entries of a vision transformer's config that follow from its depth and `out_indices`.
+FOLLOW_FROM_DEPTH = ("out_features", "stage_names", "window_block_indexes")
 
 
 # Options of an encoder-decoder and the entries of transformers' config that they set.
@@ -254,6 +256,32 @@ def _freeze_transformers_backbone(module: nn.Module, model_type: str, freeze: st
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     return freeze
+
+
+def without_layers_behind_maps(backbone: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a vision transformer of transformers whose last layer is that of its deepest feature map.
+
+    No loss depends on a layer behind that map: its weights would never get a gradient, and DDP would wait for one.
+
+    backbone: a config with `num_hidden_layers` and `out_indices`, which count the layers from 1. It is returned
+        unchanged without either, or with indices from the last layer, whose meaning depends on the depth.
+    """
+    depth = backbone.get("num_hidden_layers")
+    indices = backbone.get("out_indices")
+    if depth is None or not indices or min(indices) < 0 or max(indices) == depth:
+        return dict(backbone)
+    kept = {name: value for name, value in backbone.items() if name not in FOLLOW_FROM_DEPTH}
+    return kept | {"num_hidden_layers": max(indices)}
+
+
+def has_stages_behind_maps(config: PreTrainedConfig) -> bool:
+    """Return whether the backbone in the config of a detector has stages behind its deepest feature map."""
+    backbone = getattr(config, "backbone_config", None)
+    stages = getattr(backbone, "stage_names", None)
+    if not stages:
+        return False
+    last = len(stages) - 1
+    return not {last, -1} & {*backbone.out_indices}
 
 
 # ---------------------------------------------------------------- RT-DETR and its successors

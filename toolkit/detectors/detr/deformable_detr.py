@@ -115,6 +115,11 @@ class DeformableDetr(MatchedDetector):
             "foreground" if self.model.config.two_stage else None,
         )
 
+    def _may_leave_unused(self) -> bool:
+        # With the losses of the last layer alone, the earlier heads only move reference points, which are detached.
+        heads_without_loss = self.model.config.with_box_refine and not self.aux_loss
+        return heads_without_loss or super()._may_leave_unused()
+
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Return `logits (L, B, Q, C)` and `boxes (L, B, Q, 4)` of the Q queries after each of the L decoder layers;
         see `Detr.forward`.

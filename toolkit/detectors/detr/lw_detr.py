@@ -7,7 +7,7 @@ from typing import Any
 from transformers import DeformableDetrImageProcessor, LwDetrConfig, LwDetrForObjectDetection
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.detr.configuration import handed_over
+from toolkit.detectors.detr.configuration import FOLLOW_FROM_DEPTH, handed_over, without_layers_behind_maps
 from toolkit.detectors.detr.group_detr import GroupDetr
 from toolkit.detectors.detr.lw_detr_sizes import LW_DETR_SIZES, VIT_FILES, size_of, vit_entries
 from toolkit.detectors.detr.options import LwDetrOptions
@@ -16,7 +16,6 @@ from toolkit.models.detector import MapTap
 from toolkit.models.weights.backbone_file import load_publishers_file
 
 OF_A_SIZE = ("encoder_layers", "num_queries", "d_model", "heads")  # settings that follow from the size
-OF_A_DEPTH = ("out_features", "stage_names")  # entries that follow from the depth of a vision transformer
 
 
 class LwDetr(GroupDetr):
@@ -41,13 +40,15 @@ class LwDetr(GroupDetr):
             return self._entries_of_size(values, options)
         entries = self._decoder_entries(values)
         vit = dict(source_config.get("backbone_config") or {})  # a config of another architecture is refused later
+        used = without_layers_behind_maps(vit)
         layers = values.get("encoder_layers")
-        if layers not in (None, vit.get("num_hidden_layers")):
-            heads = vit["num_attention_heads"]
-            vit |= vit_entries(vit["hidden_size"], layers)
-            vit["num_attention_heads"] = heads
-            for name in OF_A_DEPTH:
-                vit.pop(name, None)
+        if layers in (None, vit.get("num_hidden_layers"), used.get("num_hidden_layers")):
+            return entries | {"backbone_config": used}
+        heads = vit["num_attention_heads"]
+        vit |= vit_entries(vit["hidden_size"], layers)
+        vit["num_attention_heads"] = heads
+        for name in FOLLOW_FROM_DEPTH:
+            vit.pop(name, None)
         return entries | {"backbone_config": vit}
 
     def _entries_of_size(self, values: dict[str, Any], options: LwDetrOptions) -> dict[str, Any]:

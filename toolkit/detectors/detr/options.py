@@ -124,8 +124,10 @@ class RfDetrOptions(DecoderOptions):
     heads: int | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
-    encoder_layers: int = 12
-    """Number of layers of the vision transformer backbone; feature maps are taken at four depths."""
+    encoder_layers: int = 11
+    """Number of layers of the vision transformer backbone; if it is not given, that of the size (base 11, because the
+    twelfth lies behind its deepest feature map and is not built; others 12). Other numbers give a map at each quarter.
+    """
     decoder_layers: int = 3
     """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
     masks: bool = False

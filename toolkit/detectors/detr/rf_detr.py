@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import precision, projection_tap
-from toolkit.detectors.detr.configuration import handed_over
+from toolkit.detectors.detr.configuration import FOLLOW_FROM_DEPTH, handed_over, without_layers_behind_maps
 from toolkit.detectors.detr.detr_criterion import MatchingCosts
 from toolkit.detectors.detr.focal_criterion import FocalCriterion, quality_terms
 from toolkit.detectors.detr.group_detr import GroupDetr
@@ -30,10 +30,11 @@ from toolkit.detectors.detr.rf_detr_masks import MaskHead
 from toolkit.models.backbones import timm_model
 from toolkit.models.detector import MapTap
 from toolkit.models.pasted_masks import masks_over_image
-from toolkit.models.weights.names import pairs, renamed, split_attention
+from toolkit.models.weights.names import count, pairs, renamed, split_attention
 
 # (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
-# of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid.
+# of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid. The
+# depths count the 12 layers of DINOv2 from 1; layers behind the last of them are not built.
 RF_DETR_SIZES = {
     "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
     "small": ((16, 2, [3, 6, 9, 12], 512), 3),
@@ -41,6 +42,7 @@ RF_DETR_SIZES = {
     "large": ((16, 2, [3, 6, 9, 12], 704), 4),
     "base": ((14, 4, [2, 5, 8, 11], 518), 3),
 }
+PUBLISHED_MAPS = [depths for (_, _, depths, _), _ in RF_DETR_SIZES.values()]
 BACKBONE_KEYS = ("patch_size", "num_windows", "out_indices", "image_size")
 TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}  # by width
 TIMM_LAYER = """
@@ -82,8 +84,10 @@ class RfDetr(GroupDetr):
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
             values["decoder_layers"] = RF_DETR_SIZES[size or "base"][1]
+        if "encoder_layers" not in options.given:
+            values["encoder_layers"] = None
         entries = self._decoder_entries(values)
-        entries["backbone_config"] = _backbone_entry(source_config, values.get("encoder_layers"), size)
+        entries["backbone_config"] = _backbone_entry(source_config, values["encoder_layers"], size)
         if source_config is None and options.masks:
             entries["intermediate_size"] = 4 * options.d_model  # of the mask head
         return entries
@@ -96,7 +100,6 @@ class RfDetr(GroupDetr):
 
     def _start_backbone(self, options: RfDetrOptions) -> None:
         vit = self.model.model.backbone.backbone
-        vit.embeddings.mask_token.requires_grad_(False)  # of pretraining: never used
         vit.embeddings.__class__ = _Embeddings
         backbone = self.model.config.backbone_config
         if options.pretrained_backbone:
@@ -210,6 +213,8 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
     vit.embeddings.position_embeddings.copy_(positions)
     wanted = vit.state_dict()
     tensors = renamed(split_attention(source, ".qkv."), TIMM_NAMES)
+    if vit.config.out_indices in PUBLISHED_MAPS:
+        tensors = _without_layers_from(tensors, vit.config.num_hidden_layers)
     unfit = []
     for key, tensor in tensors.items():
         if key not in wanted or wanted[key].shape != tensor.shape:
@@ -224,9 +229,15 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
     vit.load_state_dict(tensors, strict=False)
 
 
+def _without_layers_from(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """Return the tensors of a DINOv2 by our names, without those of its layers from number `depth` on, from 0."""
+    behind = tuple(f"encoder.layer.{layer}." for layer in range(depth, count(tensors, "encoder.layer")))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(behind)}
+
+
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
-    """Return the config of DINOv2 small as in this size of RF-DETR, or the source's; other depths give maps at each
-    quarter."""
+    """Return the config of DINOv2 small as in this size of RF-DETR, or the source's, without layers behind the deepest
+    map; other depths give maps at each quarter."""
     published, _ = RF_DETR_SIZES[size or "base"]
     base = {
         "model_type": "rf_detr_dinov2",
@@ -236,11 +247,12 @@ def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, s
         **dict(zip(BACKBONE_KEYS, published, strict=True)),
     }
     entry = dict((source_config or {}).get("backbone_config") or base)
-    if encoder_layers in (None, entry.get("num_hidden_layers")):
-        return entry
-    for name in ("out_features", "stage_names", "window_block_indexes"):  # these follow from the depth
+    used = without_layers_behind_maps(entry)
+    if encoder_layers in (None, entry.get("num_hidden_layers"), used.get("num_hidden_layers")):
+        return used
+    for name in FOLLOW_FROM_DEPTH:
         entry.pop(name, None)
-    quarters = {max(1, round(encoder_layers * part / 4) - 1) for part in (1, 2, 3, 4)}
+    quarters = {max(1, round(encoder_layers * part / 4)) for part in (1, 2, 3, 4)}
     entry["num_hidden_layers"] = encoder_layers
     entry["out_indices"] = sorted(quarters)
     return entry

@@ -66,6 +66,13 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "out_indices": [2, 5, 8, 11] if first else [3, 6, 9, 12],
         "image_size": side,
     }
+    notes = []
+    behind = depth - max(backbone["out_indices"])
+    if behind > 0:
+        notes.append(
+            f"{behind} of the {depth} layers of its vision transformer lie behind the deepest feature map: no "
+            "prediction depends on them, and they are left out"
+        )
     config = {
         "model_type": "rf_detr",
         "backbone_config": backbone,
@@ -81,6 +88,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "rf_detr",
         options,
         named(len(state["class_embed.bias"])),
+        notes,
         size=resized,
     )
 
