@@ -22,6 +22,7 @@ from toolkit.base.outlines import one_ring, outlines
 from toolkit.data.classes import with_classes
 from toolkit.data.formats import open_dataset
 from toolkit.data.segmentations import clipped, decompressed, polygon_areas, shape_of, to_segmentation
+from toolkit.data.splits import check_not_empty, counts_of, many_crowds, open_split
 from toolkit.tools.doctor.near_duplicates import hold_out
 from toolkit.tools.shapes import make_shapes
 from toolkit.tools.writers import unsupported_by, write_folder
@@ -114,6 +115,32 @@ def test_stored_and_written_masks_keep_every_bit():
             assert all(np.array_equal(a, b) for a, b in zip(again[row], shapes[row], strict=True))
     assert column_of(shapes)[0] is shapes[0]
     assert areas([shapes[2]] * 300, SIZE_HW).tolist() == [320] * 300  # pycocotools fails with 256
+
+
+def test_masks_that_change_on_disk_are_a_sentence_that_names_file_and_image(tmp_path):
+    """Any bit of them: others would be drawn, or pycocotools would write beyond its memory."""
+    block = rle(shape_of([SQUARE])[0], SIZE_HW).as_json()
+    annotations = [entry(1), entry(2, segmentation=block), entry(3, image=2), entry(4, image=2, segmentation=block)]
+    table = opened(write_coco(tmp_path / "data", annotations))
+    before = [to_bytes(table.masks_of(index)) for index in range(2)]
+    content = table.arrow_file.read_bytes()
+    start = content.rindex(before[1])
+    with open(table.arrow_file, "r+b") as file:
+        for bit in range(0, 8 * len(before[1]), 7):
+            changed = bytearray(before[1])
+            changed[bit // 8] ^= 1 << bit % 8
+            file.seek(start)
+            file.write(changed)
+            file.flush()
+            with pytest.raises(BadInput, match="changed.* after it was opened .the masks of 2.png .id 2.*start again"):
+                table.row(1)
+        assert to_bytes(table.masks_of(0)) == before[0]
+        file.truncate(start + 5)
+    with pytest.raises(BadInput, match="after it was opened .masks of 2.png .id 2"):
+        table.boxes(masks=True)
+    for wrong in (before[0][:-1], before[0] + b"\0", before[0][:3], b"\0" * 40):
+        with pytest.raises(ValueError, match="checksum"):
+            from_bytes(wrong)
 
 
 @settings(deadline=None, max_examples=60)
@@ -260,6 +287,60 @@ def test_data_without_masks_are_refused(tmp_path):
     with pytest.raises(BadInput, match="masks are not read from the format 'csv'; formats with masks are coco"):
         opened(tmp_path / "csv")
     assert opened(write_coco(tmp_path / "empty", [])).row(0)["masks"] == []
+
+
+def brush(number, image=1, **values):
+    """An annotation as CVAT writes a brush mask: run lengths with `iscrowd` 1."""
+    runs = rle(shape_of([SQUARE])[0], SIZE_HW).as_json()
+    return entry(number, image, iscrowd=1, segmentation=runs, **values)
+
+
+def test_brush_masks_marked_as_crowds_are_refused_or_taken_as_objects(tmp_path, capsys):
+    folder = write_coco(tmp_path / "data", [brush(1), brush(2, image=2)])
+    ignored = opened(folder)
+    assert ignored.num_boxes().tolist() == [1, 1] and ignored.num_objects().tolist() == [0, 0]
+    assert counts_of(ignored) == {"images": 2, "boxes": 0, "crowd_regions": 2}
+    with pytest.raises(BadInput, match="2 of them have crowd regions alone. .* --data.crowds objects"):
+        check_not_empty(ignored, is_allowed=False)
+    assert check_data.main([str(folder), "--masks"]) == 2
+    printed = capsys.readouterr().out
+    assert "0 boxes, 2 crowd regions" in printed and "accelerate launch" not in printed
+
+    objects = opened(folder, crowds="objects")
+    assert objects.num_objects().tolist() == [1, 1] and objects.fingerprint != ignored.fingerprint
+    assert counts_of(objects) == {"images": 2, "boxes": 2}
+    check_not_empty(objects, is_allowed=False)
+    assert opened(folder).num_objects().tolist() == [0, 0]  # the cache keeps the two apart
+    assert check_data.main([str(folder), "--masks", "--crowds", "objects"]) == 1  # one class has no box
+    assert "--data.crowds objects" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="data.crowds is 'object'; expected ignore or objects"):
+        opened(folder, crowds="object")
+
+
+@pytest.mark.parametrize(("crowds", "is_warned_of"), [(0, False), (1, False), (2, True), (10, True)])
+def test_from_a_tenth_of_crowd_regions_on_there_is_a_warning(tmp_path, capsys, crowds, is_warned_of):
+    plain = [entry(number, image=2) for number in range(crowds + 1, 19)]
+    annotations = [brush(number) for number in range(1, crowds + 1)] + plain
+    folder = write_coco(tmp_path / "data", annotations)
+    said = []
+    table = open_split("train", say=said.append, path=folder, cache_dir=tmp_path / "cache")
+    regions = f", {crowds} crowd regions" if crowds else ""
+    assert said[0] == f"train: 2 images (1 without objects), {18 - crowds} boxes{regions}, 2 classes"
+    expected = [f"warning: train: {many_crowds(table)}"] if is_warned_of else []
+    assert said[1:] == expected
+    check_data.main([str(folder)])
+    printed = capsys.readouterr().out
+    assert (f"{crowds} of 18 boxes are crowd regions" in printed) == is_warned_of
+
+
+def test_objects_without_a_usable_mask_stay_crowd_regions_where_crowds_are_objects(tmp_path):
+    annotations = [brush(1), brush(2, image=2) | {"segmentation": []}, brush(3) | {"iscrowd": 2}]
+    folder = write_coco(tmp_path / "data", annotations)
+    table = opened(folder, crowds="objects", on_error="drop")
+    assert table.boxes().iscrowd.tolist() == [False, True]
+    messages = [problem.message for problem in table.problems]
+    assert any("no usable mask: there is none; the object becomes a crowd region" in message for message in messages)
+    assert any("`iscrowd` is 2; expected 0 or 1" in message for message in messages)
 
 
 def test_areas_that_are_not_given_are_those_of_the_masks(tmp_path):

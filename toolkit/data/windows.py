@@ -198,7 +198,7 @@ class WindowTable(DetectionTable):
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
         """Return JSON values that describe this table, see `DetectionTable.identity`; no file has its rows."""
-        boxes = int(self.num_boxes().sum())
+        boxes = int(self.num_objects().sum())
         identity = {"fingerprint": self.fingerprint, "file": "", "images": len(self), "boxes": boxes}
         if self.class_map:
             identity["classes"] = dict(self.class_map)
