@@ -21,7 +21,14 @@ from toolkit.base.masks import Rle, areas, bitmap, column_of, from_bytes, rle, r
 from toolkit.base.outlines import one_ring, outlines
 from toolkit.data.classes import with_classes
 from toolkit.data.formats import open_dataset
-from toolkit.data.segmentations import clipped, decompressed, polygon_areas, shape_of, to_segmentation
+from toolkit.data.segmentations import (
+    clipped,
+    decompressed,
+    outline_lengths,
+    polygon_areas,
+    shape_of,
+    to_segmentation,
+)
 from toolkit.data.splits import check_not_empty, counts_of, many_crowds, open_split
 from toolkit.tools.doctor.near_duplicates import hold_out
 from toolkit.tools.shapes import make_shapes
@@ -351,6 +358,30 @@ def test_areas_that_are_not_given_are_those_of_the_masks(tmp_path):
     table = opened(folder)
     assert table.boxes().area.tolist() == areas(table.masks_of(0), SIZE_HW).tolist()
     assert opened(folder, masks=False).boxes().area.tolist() == [320, 320]
+
+
+def zigzag(corners, far):
+    """A polygon whose edges go from -far to far in x, and down the picture in y."""
+    x = np.where(np.arange(corners) % 2, -far, far)
+    y = np.linspace(0, SIZE_HW[0], corners)
+    return np.stack([x, y], axis=1)
+
+
+def test_polygons_that_go_far_beyond_the_picture_are_cut_and_too_long_outlines_refused(tmp_path):
+    """pycocotools draws every pixel of an edge, in 80 bytes: a file of 800 bytes ended the process."""
+    rings = [zigzag(33, 9e5), zigzag(30_000, 30.0), zigzag(4, 1000.0), zigzag(3, 39.0)]
+    segmentations = [[ring.ravel().tolist()] for ring in rings]
+    annotations = [entry(k, segmentation=each) for k, each in enumerate(segmentations, start=1)]
+    table = opened(write_coco(tmp_path / "data", annotations))
+    shapes = table.masks_of(0)
+    lengths = [outline_lengths(shape).sum() for shape in shapes]
+    assert max(lengths) < 33 * 3 * max(SIZE_HW)
+    assert np.array_equal(shapes[3][0], rings[3])  # to the last digit, because it is not that far outside
+    said = {problem.annotation_id: problem.message for problem in table.problems if "no usable" in problem.message}
+    assert list(said) == [2] and "its outline is 1799970 pixels long; at most 1000000 are drawn" in said[2]
+    assert table.boxes().iscrowd.tolist() == [False, True, False, False]
+    differing = bitmap((rings[2],), SIZE_HW) != bitmap(shapes[2], SIZE_HW)
+    assert differing.mean() < 0.05  # the edges of the cut polygon are rounded anew
 
 
 def test_joined_data_keep_their_masks(tmp_path):

@@ -11,6 +11,7 @@ from toolkit.base.masks import Polygons, Rle, Shape
 LEAST_CORNERS = 3
 MAX_MASK_COORDINATE_PX = 1e6  # pixels; larger values are not places in pictures
 MAX_MASK_PIXELS = 2**32 - 1  # pycocotools counts in 32 bits
+MAX_OUTLINE_PX = 1e6  # of a mask; with pycocotools' 80 bytes for each pixel of it, 80 MB while it is drawn
 MAX_SIGNS = 7  # of a number in compressed run lengths, which is 35 bits: more than any run needs
 NUMBER_TYPES = {int, float}
 
@@ -150,8 +151,24 @@ def to_segmentation(shape: Shape) -> list | dict:
     return polygons
 
 
-def clipped(rings: Polygons, size_hw: tuple[int, int]) -> Polygons:
-    """Return polygons cut to a picture of this size, without those of which less than three corners are left.
+def near_picture(shape: Polygons | Rle, size_hw: tuple[int, int]) -> Polygons | Rle:
+    """Return a mask whose polygons are cut where they are further from a picture of this size than its longer side.
+
+    pycocotools draws edges as far as they go, in 80 bytes for each pixel of their length. Polygons that are nearer than
+    that keep their corners, since a cut may move single pixels of the edge.
+    """
+    if isinstance(shape, Rle):
+        return shape
+    margin = max(size_hw)
+    height, width = size_hw
+    corners = np.concatenate(shape)
+    is_near = (corners >= -margin) & (corners <= [width + margin, height + margin])
+    return shape if is_near.all() else clipped(shape, size_hw, margin)
+
+
+def clipped(rings: Polygons, size_hw: tuple[int, int], margin: float = 0.0) -> Polygons:
+    """Return polygons cut to a picture of this size, and a margin of so many pixels on each side of it, without those
+    of which less than three corners are left.
 
     After Sutherland and Hodgman, "Reentrant polygon clipping" (1974): parts of a polygon that the cut separates stay
     joined by edges on the border, which enclose no area.
@@ -159,8 +176,9 @@ def clipped(rings: Polygons, size_hw: tuple[int, int]) -> Polygons:
     height, width = size_hw
     inside = []
     for ring in rings:
-        for axis, limit, sign in ((0, 0.0, 1), (0, float(width), -1), (1, 0.0, 1), (1, float(height), -1)):
-            ring = _cut_at(ring, axis, limit, sign)
+        for axis, side in ((0, width), (1, height)):
+            ring = _cut_at(ring, axis, -margin, 1)
+            ring = _cut_at(ring, axis, side + margin, -1)
         if len(ring) >= LEAST_CORNERS:
             inside.append(ring)
     return tuple(inside)
@@ -188,12 +206,37 @@ def polygon_areas(rings: Sequence[np.ndarray]) -> np.ndarray:
     """Return the area that each of R rings (P, 2) encloses by its corners, in square pixels, (R,) float64."""
     if not len(rings):
         return np.zeros(0)
+    corners, following, starts = _edges(rings)
+    x, y = corners.T
+    next_x, next_y = following.T
+    doubled = np.add.reduceat(x * next_y - next_x * y, starts)
+    return np.abs(doubled) / 2
+
+
+def outline_lengths(rings: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the length of each of R rings (P, 2), (R,) float64: of each edge the pixels along its longer axis, which
+    are those that pycocotools draws."""
+    if not len(rings):
+        return np.zeros(0)
+    corners, following, starts = _edges(rings)
+    of_edges = np.abs(following - corners).max(axis=1)
+    return np.add.reduceat(of_edges, starts)
+
+
+def outline_fault(shape: Polygons | Rle) -> str:
+    """Describe a mask whose outline is too long to be drawn; "" if it is not."""
+    length = 0.0 if isinstance(shape, Rle) else outline_lengths(shape).sum()
+    if length <= MAX_OUTLINE_PX:
+        return ""
+    return f"its outline is {length:.0f} pixels long; at most {MAX_OUTLINE_PX:.0f} are drawn"
+
+
+def _edges(rings: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first and the second corner of each edge of R rings, (E, 2) each, and the first edge of each ring."""
     lengths = np.array([len(ring) for ring in rings])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     corners = np.concatenate(rings)
     following = np.arange(1, len(corners) + 1)
     following[starts + lengths - 1] = starts
-    x, y = corners.T
-    doubled = np.add.reduceat(x * y[following] - x[following] * y, starts)
-    return np.abs(doubled) / 2
+    return corners, corners[following], starts
 
