@@ -192,6 +192,21 @@ def test_faults_of_masks_are_told(segmentation, said):
     assert (shape is None) == (segmentation[0] is not SQUARE if isinstance(segmentation, list) else True)
 
 
+def test_run_lengths_that_are_written_as_floats_are_whole_numbers():
+    runs = uncompressed(BLOCK)
+    as_floats = {"size": [30.0, 40.0], "counts": [float(run) for run in runs["counts"]]}
+    assert shape_of(as_floats) == shape_of(runs) == (rle(shape_of(runs)[0], SIZE_HW), [])
+    for wrong in (0.5, float("nan"), float("inf"), True):
+        shape, faults = shape_of({**runs, "counts": [wrong, *runs["counts"][1:]]})
+        assert shape is None and faults == ["the run lengths cannot be read"]
+
+
+def test_a_long_value_is_not_printed_whole():
+    for long in ("x" * 5000, {"size": list(range(5000))}, {"size": [30, 40], "counts": {"x": "y" * 5000}}):
+        _, (fault,) = shape_of(long)
+        assert len(fault) < 200
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.sampled_from(["size", "counts", "x"]), inner),
@@ -294,6 +309,22 @@ def test_data_without_masks_are_refused(tmp_path):
     with pytest.raises(BadInput, match="masks are not read from the format 'csv'; formats with masks are coco"):
         opened(tmp_path / "csv")
     assert opened(write_coco(tmp_path / "empty", [])).row(0)["masks"] == []
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_an_object_without_a_box_has_the_box_around_its_mask(tmp_path, masks):
+    triangle = [30, 2, 38, 2, 38.5, 9]
+    without = [
+        entry(1, segmentation=compressed(BLOCK)),
+        entry(2, segmentation=[SQUARE, triangle], bbox=None),
+        entry(3, 2, segmentation=uncompressed(BLOCK), bbox=[]),
+        entry(4, 2, segmentation=[]),
+    ]
+    del without[0]["bbox"], without[3]["bbox"]
+    table = opened(write_coco(tmp_path / "data", without), masks=masks, on_error="drop")
+    assert table.boxes().xyxy.tolist() == [[4, 5, 20, 25], [4, 2, 38.5, 25], [4, 5, 20, 25]]
+    (error,) = [problem for problem in table.problems if problem.severity == "error"]
+    assert (error.annotation_id, error.message) == (4, "`bbox` missing")
 
 
 def brush(number, image=1, **values):

@@ -18,7 +18,7 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.kinds import MAX_EXACT_INTEGER
 from toolkit.base.masks import Shape
 from toolkit.data.image_sources import ImageSources
-from toolkit.data.segmentations import shape_of
+from toolkit.data.segmentations import shape_of, with_box_of_mask
 
 FLOAT_TYPES = {float}
 NUMBER_TYPES = {int, float}
@@ -193,9 +193,10 @@ class Annotations:
         self.crowd.extend(crowds)
 
     def add(self, entry: object) -> None:
-        """Add an entry of COCO's `annotations`."""
+        """Add an entry of COCO's `annotations`. Without `bbox` it gets the box around its mask."""
         if self.masks is not None and isinstance(entry, dict):
             self.add_segmentation(len(self), entry.get("segmentation"))
+        entry = with_box_of_mask(entry)
         if not _fits(entry):
             self.odd[len(self)] = entry
             self.add_box(0, None, None, (0.0, 0.0, 1.0, 1.0))
