@@ -27,6 +27,7 @@ import yaml
 
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import parse_yaml
+from toolkit.data.annotations import CROWDS
 from toolkit.data.check_files import depth
 from toolkit.data.classes import check_class_map, class_map_of, describe_class_map, written_class_map
 from toolkit.data.formats import FORMATS, MAX_UNUSED_NAMED, open_dataset, recognise
@@ -45,7 +46,7 @@ CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given."""
-    keys = ("image_dir", "format", "name", "check_images", "classes", "masks")
+    keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds")
     reading = {key: getattr(options, key) for key in keys}
     reading["on_error"] = "drop"
     reading["classes_must_exist"] = False  # a split may lack a class; all splits together are checked below
@@ -164,6 +165,7 @@ def training_command(
     reading = {"name": options.name, "image_size": options.image_size}
     reading["format"] = None if options.format == "auto" else options.format
     reading["on_error"] = None if options.on_error == "raise" else options.on_error
+    reading["crowds"] = None if options.crowds == "ignore" else options.crowds
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     reading["classes"] = written_class_map(options.classes) if options.classes else None
     return command_for(sources, inspection, reading, options.script, options.masks)
@@ -227,6 +229,8 @@ def _parser() -> Program:
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
     add_classes_flag(parser)
     parser.add_argument("--masks", action="store_true", help="read and check the masks of objects too")
+    crowds = "what boxes marked as crowd regions (iscrowd 1) are, as in training: ignored, or objects like all others"
+    add_data_flag(parser, "--crowds", choices=CROWDS, default="ignore", help=crowds)
     side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
     add_data_flag(parser, "--image-size", type=int, nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")

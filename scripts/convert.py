@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         lost = unsupported_by(table, WRITTEN[options.to])
         lost += [f"{left_out} faulty records were left out"] * bool(left_out)
         remarks = f" ({'; '.join(lost)})" if lost else ""
-        print(f"{options.target}: {split}, {len(table)} images, {table.num_boxes().sum()} boxes{remarks}")
+        print(f"{options.target}: {split}, {len(table)} images, {table.described_boxes()}{remarks}")
 
 
 if __name__ == "__main__":

@@ -31,11 +31,12 @@ from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.base.text import metric_text, shown
+from toolkit.data.annotations import CROWDS
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
-from toolkit.tools.arguments import Program, inference_flags
+from toolkit.tools.arguments import Program, add_data_flag, inference_flags
 from toolkit.tools.predict.open import add_flags
 from toolkit.tools.predict.pooled import pool_folds
 from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any
@@ -71,7 +72,7 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
     """
     accelerator = Accelerator()
     data = (arguments.split, arguments.image_dir, arguments.format, arguments.path)
-    options = SplitOptions(*data, arguments.tile, arguments.overlap)
+    options = SplitOptions(*data, arguments.tile, arguments.overlap, arguments.crowds)
     how = {key: getattr(arguments, key) for key in ("settings", "backend", "max_detections")}
     parts = [open_any(run, arguments.weights, options, accelerator, **how) for run in arguments.run]
     predicted = parts[0] if len(parts) == 1 else pool_folds(parts, accelerator.print)
@@ -107,7 +108,7 @@ def _measured(predicted: Predicted, backend: str | None) -> dict:
     """Return all numbers, and a readable `table`."""
     evaluator = predicted.evaluator or CocoEvaluator(predicted.table, backend or "toolkit")
     scores = evaluator.evaluate(predicted.predictions)
-    if not predicted.table.num_boxes().any():
+    if not predicted.table.num_objects().any():
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
     table = evaluator.describe(scores, predicted.predictions)
     voc = {}
@@ -128,6 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tile", type=int, metavar="PIXELS", help=tile)
     overlap = "fraction by which tiles overlap (default: as the run was trained, else 0.2)"
     parser.add_argument("--overlap", type=float, help=overlap)
+    crowds = "what boxes marked as crowd regions are (default: as in the training): ignored, or objects like all others"
+    add_data_flag(parser, "--crowds", choices=CROWDS, help=crowds)
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")

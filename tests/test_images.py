@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset
-from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, probe_image
+from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, decode_reduced, probe_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.sampling import SampleKey
 from toolkit.tools.predict.prediction import as_image
@@ -113,6 +113,36 @@ def test_truncation_is_an_error_wherever_the_file_ends(format, options):
         with pytest.raises(ImageError):
             decode_image(data[: int(part * len(data))])
     decode_image(data)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"progressive": True}, {"restart_marker_blocks": 3}, {"subsampling": 0}, {"exif": exif_of(6)},
+    {"mode": "L"}, {"mode": "CMYK"},
+])
+@pytest.mark.parametrize("size", [(80, 60), (33, 49)])
+def test_an_end_marker_behind_half_a_jpeg_does_not_make_it_whole(options, size):
+    """libjpeg fills what is missing with grey, and warns in a way that nobody sees."""
+    options = dict(options)
+    noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8)
+    data = encode(Image.fromarray(noise).convert(options.pop("mode", "RGB")), "JPEG", **options)
+    decode_image(data, thorough=True)
+    first = data.index(b"\xff\xda") + 16
+    for part in (0.02, 0.3, 0.55, 0.9):
+        cut = data[: first + int(part * (len(data) - first - 8))].rstrip(b"\xff") + b"\xff\xd9"
+        with pytest.raises(ImageError, match="image data truncated"):
+            decode_image(cut, thorough=True)
+        if "progressive" not in options or part < 0.5:  # else all but the finest scan are there
+            with pytest.raises(ImageError, match="image data truncated"):
+                decode_image(cut)
+            with pytest.raises(ImageError, match="image data truncated"):
+                decode_reduced(cut, (8, 8))
+
+
+def test_a_grey_picture_is_whole():
+    for mode in ("RGB", "L"):
+        data = encode(Image.new(mode, (80, 60), "grey"), "JPEG")
+        assert decode_image(data).eq(128).all()
+        assert decode_reduced(data, (15, 20))[0].eq(128).all()
 
 
 @pytest.mark.parametrize(("name", "words"), [

@@ -21,7 +21,15 @@ from toolkit.base.masks import Rle, areas, bitmap, column_of, from_bytes, rle, r
 from toolkit.base.outlines import one_ring, outlines
 from toolkit.data.classes import with_classes
 from toolkit.data.formats import open_dataset
-from toolkit.data.segmentations import clipped, decompressed, polygon_areas, shape_of, to_segmentation
+from toolkit.data.segmentations import (
+    clipped,
+    decompressed,
+    outline_lengths,
+    polygon_areas,
+    shape_of,
+    to_segmentation,
+)
+from toolkit.data.splits import check_not_empty, counts_of, many_crowds, open_split
 from toolkit.tools.doctor.near_duplicates import hold_out
 from toolkit.tools.shapes import make_shapes
 from toolkit.tools.writers import unsupported_by, write_folder
@@ -116,6 +124,32 @@ def test_stored_and_written_masks_keep_every_bit():
     assert areas([shapes[2]] * 300, SIZE_HW).tolist() == [320] * 300  # pycocotools fails with 256
 
 
+def test_masks_that_change_on_disk_are_a_sentence_that_names_file_and_image(tmp_path):
+    """Any bit of them: others would be drawn, or pycocotools would write beyond its memory."""
+    block = rle(shape_of([SQUARE])[0], SIZE_HW).as_json()
+    annotations = [entry(1), entry(2, segmentation=block), entry(3, image=2), entry(4, image=2, segmentation=block)]
+    table = opened(write_coco(tmp_path / "data", annotations))
+    before = [to_bytes(table.masks_of(index)) for index in range(2)]
+    content = table.arrow_file.read_bytes()
+    start = content.rindex(before[1])
+    with open(table.arrow_file, "r+b") as file:
+        for bit in range(0, 8 * len(before[1]), 7):
+            changed = bytearray(before[1])
+            changed[bit // 8] ^= 1 << bit % 8
+            file.seek(start)
+            file.write(changed)
+            file.flush()
+            with pytest.raises(BadInput, match="changed.* after it was opened .the masks of 2.png .id 2.*start again"):
+                table.row(1)
+        assert to_bytes(table.masks_of(0)) == before[0]
+        file.truncate(start + 5)
+    with pytest.raises(BadInput, match="after it was opened .masks of 2.png .id 2"):
+        table.boxes(masks=True)
+    for wrong in (before[0][:-1], before[0] + b"\0", before[0][:3], b"\0" * 40):
+        with pytest.raises(ValueError, match="checksum"):
+            from_bytes(wrong)
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(3, 30), st.floats(105, 195))
 def test_the_parts_of_a_polygon_on_both_sides_of_a_border_have_its_area(seed, corners, border):
@@ -156,6 +190,21 @@ def test_faults_of_masks_are_told(segmentation, said):
     shape, faults = shape_of(segmentation)
     assert said in faults[0] and len(faults) == 1
     assert (shape is None) == (segmentation[0] is not SQUARE if isinstance(segmentation, list) else True)
+
+
+def test_run_lengths_that_are_written_as_floats_are_whole_numbers():
+    runs = uncompressed(BLOCK)
+    as_floats = {"size": [30.0, 40.0], "counts": [float(run) for run in runs["counts"]]}
+    assert shape_of(as_floats) == shape_of(runs) == (rle(shape_of(runs)[0], SIZE_HW), [])
+    for wrong in (0.5, float("nan"), float("inf"), True):
+        shape, faults = shape_of({**runs, "counts": [wrong, *runs["counts"][1:]]})
+        assert shape is None and faults == ["the run lengths cannot be read"]
+
+
+def test_a_long_value_is_not_printed_whole():
+    for long in ("x" * 5000, {"size": list(range(5000))}, {"size": [30, 40], "counts": {"x": "y" * 5000}}):
+        _, (fault,) = shape_of(long)
+        assert len(fault) < 200
 
 
 JSON = st.recursive(
@@ -262,6 +311,76 @@ def test_data_without_masks_are_refused(tmp_path):
     assert opened(write_coco(tmp_path / "empty", [])).row(0)["masks"] == []
 
 
+@pytest.mark.parametrize("masks", [True, False])
+def test_an_object_without_a_box_has_the_box_around_its_mask(tmp_path, masks):
+    triangle = [30, 2, 38, 2, 38.5, 9]
+    without = [
+        entry(1, segmentation=compressed(BLOCK)),
+        entry(2, segmentation=[SQUARE, triangle], bbox=None),
+        entry(3, 2, segmentation=uncompressed(BLOCK), bbox=[]),
+        entry(4, 2, segmentation=[]),
+    ]
+    del without[0]["bbox"], without[3]["bbox"]
+    table = opened(write_coco(tmp_path / "data", without), masks=masks, on_error="drop")
+    assert table.boxes().xyxy.tolist() == [[4, 5, 20, 25], [4, 2, 38.5, 25], [4, 5, 20, 25]]
+    (error,) = [problem for problem in table.problems if problem.severity == "error"]
+    assert (error.annotation_id, error.message) == (4, "`bbox` missing")
+
+
+def brush(number, image=1, **values):
+    """An annotation as CVAT writes a brush mask: run lengths with `iscrowd` 1."""
+    runs = rle(shape_of([SQUARE])[0], SIZE_HW).as_json()
+    return entry(number, image, iscrowd=1, segmentation=runs, **values)
+
+
+def test_brush_masks_marked_as_crowds_are_refused_or_taken_as_objects(tmp_path, capsys):
+    folder = write_coco(tmp_path / "data", [brush(1), brush(2, image=2)])
+    ignored = opened(folder)
+    assert ignored.num_boxes().tolist() == [1, 1] and ignored.num_objects().tolist() == [0, 0]
+    assert counts_of(ignored) == {"images": 2, "boxes": 0, "crowd_regions": 2}
+    with pytest.raises(BadInput, match="2 of them have crowd regions alone. .* --data.crowds objects"):
+        check_not_empty(ignored, is_allowed=False)
+    assert check_data.main([str(folder), "--masks"]) == 2
+    printed = capsys.readouterr().out
+    assert "0 boxes, 2 crowd regions" in printed and "accelerate launch" not in printed
+
+    objects = opened(folder, crowds="objects")
+    assert objects.num_objects().tolist() == [1, 1] and objects.fingerprint != ignored.fingerprint
+    assert counts_of(objects) == {"images": 2, "boxes": 2}
+    check_not_empty(objects, is_allowed=False)
+    assert opened(folder).num_objects().tolist() == [0, 0]  # the cache keeps the two apart
+    assert check_data.main([str(folder), "--masks", "--crowds", "objects"]) == 1  # one class has no box
+    assert "--data.crowds objects" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="data.crowds is 'object'; expected ignore or objects"):
+        opened(folder, crowds="object")
+
+
+@pytest.mark.parametrize(("crowds", "is_warned_of"), [(0, False), (1, False), (2, True), (10, True)])
+def test_from_a_tenth_of_crowd_regions_on_there_is_a_warning(tmp_path, capsys, crowds, is_warned_of):
+    plain = [entry(number, image=2) for number in range(crowds + 1, 19)]
+    annotations = [brush(number) for number in range(1, crowds + 1)] + plain
+    folder = write_coco(tmp_path / "data", annotations)
+    said = []
+    table = open_split("train", say=said.append, path=folder, cache_dir=tmp_path / "cache")
+    regions = f", {crowds} crowd regions" if crowds else ""
+    assert said[0] == f"train: 2 images (1 without objects), {18 - crowds} boxes{regions}, 2 classes"
+    expected = [f"warning: train: {many_crowds(table)}"] if is_warned_of else []
+    assert said[1:] == expected
+    check_data.main([str(folder)])
+    printed = capsys.readouterr().out
+    assert (f"{crowds} of 18 boxes are crowd regions" in printed) == is_warned_of
+
+
+def test_objects_without_a_usable_mask_stay_crowd_regions_where_crowds_are_objects(tmp_path):
+    annotations = [brush(1), brush(2, image=2) | {"segmentation": []}, brush(3) | {"iscrowd": 2}]
+    folder = write_coco(tmp_path / "data", annotations)
+    table = opened(folder, crowds="objects", on_error="drop")
+    assert table.boxes().iscrowd.tolist() == [False, True]
+    messages = [problem.message for problem in table.problems]
+    assert any("no usable mask: there is none; the object becomes a crowd region" in message for message in messages)
+    assert any("`iscrowd` is 2; expected 0 or 1" in message for message in messages)
+
+
 def test_areas_that_are_not_given_are_those_of_the_masks(tmp_path):
     annotations = [entry(1), entry(2, segmentation=[[4, 5, 20, 5, 20, 25]])]
     for one in annotations:
@@ -270,6 +389,30 @@ def test_areas_that_are_not_given_are_those_of_the_masks(tmp_path):
     table = opened(folder)
     assert table.boxes().area.tolist() == areas(table.masks_of(0), SIZE_HW).tolist()
     assert opened(folder, masks=False).boxes().area.tolist() == [320, 320]
+
+
+def zigzag(corners, far):
+    """A polygon whose edges go from -far to far in x, and down the picture in y."""
+    x = np.where(np.arange(corners) % 2, -far, far)
+    y = np.linspace(0, SIZE_HW[0], corners)
+    return np.stack([x, y], axis=1)
+
+
+def test_polygons_that_go_far_beyond_the_picture_are_cut_and_too_long_outlines_refused(tmp_path):
+    """pycocotools draws every pixel of an edge, in 80 bytes: a file of 800 bytes ended the process."""
+    rings = [zigzag(33, 9e5), zigzag(30_000, 30.0), zigzag(4, 1000.0), zigzag(3, 39.0)]
+    segmentations = [[ring.ravel().tolist()] for ring in rings]
+    annotations = [entry(k, segmentation=each) for k, each in enumerate(segmentations, start=1)]
+    table = opened(write_coco(tmp_path / "data", annotations))
+    shapes = table.masks_of(0)
+    lengths = [outline_lengths(shape).sum() for shape in shapes]
+    assert max(lengths) < 33 * 3 * max(SIZE_HW)
+    assert np.array_equal(shapes[3][0], rings[3])  # to the last digit, because it is not that far outside
+    said = {problem.annotation_id: problem.message for problem in table.problems if "no usable" in problem.message}
+    assert list(said) == [2] and "its outline is 1800000 pixels long; at most 1000000 are drawn" in said[2]
+    assert table.boxes().iscrowd.tolist() == [False, True, False, False]
+    differing = bitmap((rings[2],), SIZE_HW) != bitmap(shapes[2], SIZE_HW)
+    assert differing.mean() < 0.05  # the edges of the cut polygon are rounded anew
 
 
 def test_joined_data_keep_their_masks(tmp_path):

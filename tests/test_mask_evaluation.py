@@ -22,7 +22,7 @@ from torch import nn
 from scripts import evaluate, predict, report, train_faster_rcnn
 from toolkit.base.batch import Batch
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Rle, bitmap, rles_of
+from toolkit.base.masks import Rle, bitmap, rles_of, tight_boxes
 from toolkit.data.annotations import ImageRow
 from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.segmentations import shape_of
@@ -138,7 +138,26 @@ def test_file_of_predictions_with_masks(tmp_path):
     file.write_text(json.dumps(entries))
     (first,) = [read_predictions(file, table).predictions.extra["masks"][0]]
     assert bitmap(first, SIZE).sum() == pytest.approx(0.5 * 19 * 29, rel=0.1)
+    for entry in entries:  # COCO's own form of results of segmentation
+        del entry["bbox"]
+    file.write_text(json.dumps(entries))
+    without = read_predictions(file, table).predictions
+    assert without.xyxy[0].tolist() == [1, 1, 20, 30]  # the corners of the polygon
+    assert np.array_equal(without.xyxy[1:], tight_boxes(without.extra["masks"][1:], SIZE))
+
+    entries[0]["segmentation"] = {"size": [3, 3], "counts": [4]}
+    file.write_text(json.dumps(entries))
+    with pytest.raises(BadInput, match="detection 0: .* mask cannot be used: the run lengths cover 4") as said:
+        read_predictions(file, table)
+    assert len(str(said.value)) < 500
+    entries[0]["segmentation"] = [[0, 0, 60, 60] * 10_000]
+    file.write_text(json.dumps(entries))
+    with pytest.raises(BadInput, match="detection 0: its outline is 1200000 pixels long"):
+        read_predictions(file, table)
+
+    entries[1]["bbox"] = [1, 1, 2, 2]
     del entries[1]["segmentation"]
+    entries[2]["bbox"] = [1, 1, 2, 2]
     entries[2]["segmentation"]["counts"] = "\x05"
     file.write_text(json.dumps(entries))
     with pytest.raises(BadInput) as caught:

@@ -14,7 +14,16 @@ from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.sampling import MIXED_PICTURES, EpochSampler
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.data.tiles import Tiling, clip_to_windows, tile_hw, to_picture, to_window, windows_of
+from toolkit.data.tiles import (
+    MAX_WINDOWS,
+    Tiling,
+    clip_to_windows,
+    count_windows,
+    tile_hw,
+    to_picture,
+    to_window,
+    windows_of,
+)
 from toolkit.data.windows import DecodedPictures, windows_of_table
 from toolkit.run.settings import DataConfig
 
@@ -254,6 +263,26 @@ def test_windows_that_cannot_be_are_refused_by_name(tmp_path):
     crowds = noise(tmp_path / "crowds", sizes=[(60, 60)], boxes=1)
     with pytest.raises(BadInput, match=r"data\.tile_empty is 0"):
         loader_of_settings(crowds, settings_of(tile_empty=0.0), seed=0, stride=1)
+
+
+@pytest.mark.parametrize(("size_hw", "tile", "overlap", "count"), [
+    ((12_000, 12_000), (1, 1), 0.0, 144_000_000), ((50_000, 3), (1, 3), 0.9, 50_000), ((90, 120), (60, 60), 0.5, 6),
+])
+def test_windows_are_counted_without_making_them_and_too_many_are_refused(size_hw, tile, overlap, count):
+    assert count_windows(size_hw, tile, overlap) == count
+    if count < MAX_WINDOWS:
+        assert len(windows_of(size_hw, tile, overlap)) == count
+        return
+    with pytest.raises(BadInput, match="12000 x 12000 px would have 144,000,000 windows of 1 x 1 px"):
+        windows_of(size_hw, tile, overlap)
+
+
+def test_a_table_of_too_many_windows_is_refused(tmp_path, monkeypatch):
+    pictures = noise(tmp_path)
+    monkeypatch.setattr("toolkit.data.tiles.MAX_WINDOWS", 12_000)
+    settings = settings_of(tile=1, tile_overlap=0.0)
+    with pytest.raises(BadInput, match="2 pictures would have 12,800 windows .* a larger data.tile"):
+        loader_of_settings(pictures, settings, seed=0, stride=1)
 
 
 def test_one_default_wherever_tiles_are_cut():

@@ -4,6 +4,7 @@ A mask is a `Shape`: polygons, run lengths, or None if the object has no mask. S
 pixels are needed. They are drawn by pycocotools, so that pixels, areas and IoU are those of COCO's evaluation.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 
 NONE = -1  # number of rings in the stored form: the object has no mask
 RUNS = -2  # of a mask that is run lengths
+CHECKSUM_BYTES = 4  # of the masks of an image
 
 MASKS_AT_ONCE = 255  # with more of them, pycocotools' `area` fails (OverflowError)
 
@@ -290,7 +292,7 @@ def to_bytes(shapes: Sequence[Shape]) -> bytes:
 
     Little-endian: N; for each object the number of its rings, or `NONE`, or `RUNS`; for each ring its number of
     corners, for run lengths height, width and number of bytes, all int32; then padding to 8 bytes, all corners as
-    float64, and the bytes of all run lengths.
+    float64, the bytes of all run lengths, and the CRC-32 of all this.
     """
     kinds = []
     sizes = []
@@ -309,13 +311,25 @@ def to_bytes(shapes: Sequence[Shape]) -> bytes:
             corners += [np.asarray(ring, "<f8").tobytes() for ring in shape]
     head = np.array([len(kinds), *kinds, *sizes], "<i4").tobytes()
     padding = b"\0" * (-len(head) % 8)
-    return b"".join([head, padding, *corners, *runs])
+    content = b"".join([head, padding, *corners, *runs])
+    return content + _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def from_bytes(stored: bytes) -> list[Shape]:
-    """Return the shapes that `to_bytes` stored; of no bytes, no shapes."""
+    """Return the shapes that `to_bytes` stored; of no bytes, no shapes.
+
+    Raises ValueError: they are not the bytes that were stored. pycocotools, which trusts what it is given, would draw
+    other masks from them, or write beyond its memory.
+    """
     if not stored:
         return []
+    stored, checksum = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
+    if checksum != _checksum(stored):
+        raise ValueError("the checksum of masks does not fit their bytes")
     numbers = np.frombuffer(stored, "<i4", len(stored) // 4)
     count = int(numbers[0])
     kinds = numbers[1 : 1 + count].tolist()
@@ -342,4 +356,6 @@ def from_bytes(stored: bytes) -> list[Shape]:
                 rings.append(np.frombuffer(stored, "<f8", 2 * size, corners).reshape(-1, 2))
                 corners += 16 * size
             shapes.append(tuple(rings))
+    if runs != len(stored):
+        raise ValueError(f"the masks end at byte {runs} of {len(stored)}")
     return shapes

@@ -18,7 +18,7 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.kinds import MAX_EXACT_INTEGER
 from toolkit.base.masks import Shape
 from toolkit.data.image_sources import ImageSources
-from toolkit.data.segmentations import shape_of
+from toolkit.data.segmentations import shape_of, with_box_of_mask
 
 FLOAT_TYPES = {float}
 NUMBER_TYPES = {int, float}
@@ -26,6 +26,7 @@ NO_ID = -(2**63)
 MAX_ID = 2**63 - 1
 TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
 MAX_AREA = 3e38  # the table's are float32
+CROWDS = ("ignore", "objects")  # values of `data.crowds`
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Reading:
     keep_images_without_relations: whether the training data of Visual Genome keep images without relations, see
         `load_graphs`; other formats always keep them.
     masks: read the masks of objects too, see `toolkit.data.mask_checks`; False: they are not looked at.
+    crowds: one of `CROWDS`: "ignore" (boxes that the data mark as crowd regions stay such) or "objects" (they are taken
+        as single objects).
     """
 
     image_dir: str | Path | Sequence[str] | ImageSources | None = None
@@ -56,6 +59,7 @@ class Reading:
     streaming: bool = False
     keep_images_without_relations: bool = False
     masks: bool = False
+    crowds: str = "ignore"
 
 
 class ImageRow(NamedTuple):
@@ -189,9 +193,10 @@ class Annotations:
         self.crowd.extend(crowds)
 
     def add(self, entry: object) -> None:
-        """Add an entry of COCO's `annotations`."""
+        """Add an entry of COCO's `annotations`. Without `bbox` it gets the box around its mask."""
         if self.masks is not None and isinstance(entry, dict):
             self.add_segmentation(len(self), entry.get("segmentation"))
+        entry = with_box_of_mask(entry)
         if not _fits(entry):
             self.odd[len(self)] = entry
             self.add_box(0, None, None, (0.0, 0.0, 1.0, 1.0))
@@ -216,6 +221,13 @@ class Annotations:
             self.masks[number] = shape
         if faults:
             self.mask_faults[number] = faults
+
+    def take_crowds_as_objects(self) -> None:
+        """Mark no box as a crowd region any more. A flag `iscrowd` that is not 0 or 1 stays, and is reported later."""
+        self.crowd = array("b", bytes(len(self)))
+        for number, entry in self.odd.items():
+            if isinstance(entry, dict) and entry.get("iscrowd") == 1:
+                self.odd[number] = {**entry, "iscrowd": 0}
 
     def entry(self, number: int) -> object:
         """Return an entry as the file has it, without unused keys."""

@@ -158,7 +158,7 @@ def check_image(
         # An end marker shows a whole file; without one, decoding tells a cut file from one with something appended.
         lacks_end = probe.format in TAIL and not _ends(file, *TAIL[probe.format])
         if full or lacks_end:
-            height, width = decode_image(file, max_pixels).shape[-2:]
+            height, width = decode_image(file, max_pixels, thorough=full).shape[-2:]
     except ImageError as error:
         return [_problem(row, "error", error.reason)]
     problems = [_problem(row, "note", note) for note in probe.notes]

@@ -65,7 +65,9 @@ class CheckedAnnotations:
         )
 
 
-def check(annotations: Annotations, file: str, max_image_pixels: int | None = None) -> CheckedAnnotations:
+def check(
+    annotations: Annotations, file: str, max_image_pixels: int | None = None, crowds: str = "ignore"
+) -> CheckedAnnotations:
     """Check the annotations that a reader of any format has made.
 
     Boxes become xyxy, category ids contiguous from 0 in the order of the original ids. A record with an error is left
@@ -75,12 +77,15 @@ def check(annotations: Annotations, file: str, max_image_pixels: int | None = No
     Args:
         file: name of the data, for messages.
         max_image_pixels: images that have more pixels by the annotations cannot be used; None: not checked here.
+        crowds: as of `Reading`.
 
     Raises:
         BadInput: the boxes are in another format than [x, y, width, height], so that nothing can be used; or some image
             ids are numbers and some are strings.
     """
     problems: list[Problem] = []
+    if crowds == "objects":
+        annotations.take_crowds_as_objects()
     annotations.images = [slashed(row) for row in annotations.images]
     categories, labels = _categories(annotations.categories, file, "category", problems)
     rows, unusable = _usable_images(annotations, file, max_image_pixels, problems)

@@ -16,6 +16,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.imports import import_torchvision
 from toolkit.data.image_sources import Stored
+from toolkit.data.jpeg_scans import is_cut
 
 import_torchvision()
 from torchvision.io import ImageReadMode, decode_jpeg  # noqa: E402 (after the line above, which makes it fast)
@@ -69,7 +70,9 @@ class ImageProbe(NamedTuple):
     format: str
 
 
-def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> torch.Tensor:
+def decode_image(
+    source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS, thorough: bool = False
+) -> torch.Tensor:
     """Decode an image file, or its bytes, to uint8 (3, H, W) RGB with EXIF orientation applied.
 
     In memory the pixels lie as (H, W, 3), as both decoders give them; torchvision resizes such tensors fastest.
@@ -79,9 +82,11 @@ def decode_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAG
     image, or incomplete: a truncated image is never filled up with grey. ImageError is also raised, before anything is
     decoded, for an image whose header gives more than `max_pixels`, and for a path that is not a file, such as a pipe
     without a writer.
+
+    thorough: also look for a cut in the last, finest scan of a progressive JPEG, by decoding it twice.
     """
     path, data = read_image_file(source, max_pixels)
-    return _decode_whole(data, path, max_pixels)
+    return _decode_whole(data, path, max_pixels, thorough)
 
 
 def decode_reduced(
@@ -162,21 +167,35 @@ def _decode_reduced_jpeg(
             image = image.resize(reduced_size, Image.Resampling.BILINEAR, box=seen)
         ImageOps.exif_transpose(image, in_place=True)  # `pixels_of` copies, since its image belongs to somebody else
         rgb = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
-        return rgb.permute(2, 0, 1), size_hw
+        pixels = rgb.permute(2, 0, 1)
+        _check_scans(data, pixels, path, block=1)
+        return pixels, size_hw
 
 
-def _decode_whole(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
+def _decode_whole(
+    data: bytearray, path: Path | Stored | None, max_pixels: int, thorough: bool = False
+) -> torch.Tensor:
     if data[:3] == JPEG_START and _orientation_is_in_exif(data):
         _check_pixels(_jpeg_size(data), max_pixels, path)
         try:
             # torchvision refuses truncated data, and rotates by EXIF only on request
             encoded = torch.frombuffer(data, dtype=torch.uint8)
-            return decode_jpeg(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
+            pixels = decode_jpeg(encoded, ImageReadMode.RGB, apply_exif_orientation=True)
+            _check_scans(data, pixels, path, thorough=thorough)
+            return pixels
         except RuntimeError as error:
             if "truncated" in str(error):
                 raise ImageError("image data truncated", path) from error
             # an uncommon kind of JPEG, or damage: Pillow decodes it or says what is wrong
-    return _decode_with_pillow(data, path, max_pixels)
+    return _decode_with_pillow(data, path, max_pixels, thorough)
+
+
+def _check_scans(
+    data: bytearray, pixels: torch.Tensor, path: Path | Stored | None, block: int = 8, thorough: bool = False
+) -> None:
+    """Raise ImageError for a JPEG that was cut before its end marker; arguments as of `is_cut`."""
+    if is_cut(data, list(_jpeg_segments(data)), pixels, block, thorough):
+        raise ImageError("image data truncated", path)
 
 
 def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
@@ -306,11 +325,15 @@ def _orientation_is_in_exif(data: bytearray) -> bool:
     return True
 
 
-def _decode_with_pillow(data: bytearray, path: Path | Stored | None, max_pixels: int) -> torch.Tensor:
+def _decode_with_pillow(
+    data: bytearray, path: Path | Stored | None, max_pixels: int, thorough: bool
+) -> torch.Tensor:
     with _as_image_errors(data, path), Image.open(io.BytesIO(data)) as image:
         pixels = pixels_of(image, path, max_pixels)
         if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
             raise ImageError("image data truncated", path)
+        if image.format in ("JPEG", "MPO"):
+            _check_scans(data, pixels, path, thorough=thorough)
         return pixels
 
 

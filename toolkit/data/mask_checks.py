@@ -12,7 +12,15 @@ from toolkit.base.boxes import Boxes, offsets_of
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Polygons, Rle, Shape, Size, areas, column_of, rectangle, tight_boxes
 from toolkit.data.annotations import Annotations, ImageRow
-from toolkit.data.segmentations import MAX_MASK_COORDINATE_PX, clipped, polygon_areas
+from toolkit.data.segmentations import (
+    MAX_MASK_COORDINATE_PX,
+    MAX_OUTLINE_PX,
+    clipped,
+    near_picture,
+    outline_fault,
+    outline_lengths,
+    polygon_areas,
+)
 from toolkit.data.table import Problem
 
 ROUNDING_PX = 0.01  # as far as this, rounding alone puts a corner outside
@@ -40,7 +48,7 @@ def with_masks(
 ) -> Boxes:
     """Return the boxes with the column `extra["masks"]`: their masks as annotated.
 
-    Of a mask that exceeds its image, the part inside is checked here, and drawn later.
+    Of a mask that exceeds its image, the part inside is checked here, and drawn later. What is far outside is cut off.
 
     An object without a mask that can be used becomes a crowd region of its box, with a warning. A crowd region without
     a mask gets its box as mask. An object without an annotated area gets that of its mask.
@@ -54,7 +62,8 @@ def with_masks(
     """
     found: Found = {UNUSABLE: [], REPAIRED: [], OTHER_AREA: [], OTHER_BOX: []}
     sizes_hw = _sizes_hw(boxes, images)
-    shapes = _usable_shapes(boxes, order, annotations, sizes_hw, found)
+    whole = [annotations.masks.get(number) for number in order.tolist()]
+    shapes = _usable_shapes(whole, boxes, order, annotations, sizes_hw, found)
     has_mask = np.array([shape is not None for shape in shapes], bool)
     has_size = np.array([size is not None for size in sizes_hw], bool)
     if len(boxes) and not has_mask.any():
@@ -72,8 +81,8 @@ def with_masks(
     _compare(compared, shapes, boxes, given, sizes_hw, found)
 
     stored = []  # not cut to the image, which would move corners, and with them pixels at the border
-    for row, number in enumerate(order.tolist()):
-        stored.append(annotations.masks[number] if has_mask[row] else rectangle(boxes.xyxy[row]))
+    for row, shape in enumerate(whole):
+        stored.append(shape if has_mask[row] else rectangle(boxes.xyxy[row]))
     problems += _as_problems(found, boxes, images, file)
     extra = {**boxes.extra, "masks": column_of(stored)}
     return replace(boxes, area=area, iscrowd=boxes.iscrowd | ~has_mask, extra=extra)
@@ -91,19 +100,28 @@ def _sizes_hw(boxes: Boxes, images: Sequence[ImageRow]) -> list[Size | None]:
 
 
 def _usable_shapes(
-    boxes: Boxes, order: np.ndarray, annotations: Annotations, sizes_hw: Sequence[Size | None], found: Found
+    whole: list[Shape],
+    boxes: Boxes,
+    order: np.ndarray,
+    annotations: Annotations,
+    sizes_hw: Sequence[Size | None],
+    found: Found,
 ) -> list[Shape]:
-    """Return the mask of each box inside its image, None if it has none that can be used."""
-    shapes = [annotations.masks.get(number) for number in order.tolist()]
+    """Return the mask of each box inside its image, None if it has none that can be used.
+
+    whole: the masks as annotated; polygons that go far beyond their image are cut in this list.
+    """
+    shapes = list(whole)
     height, width = np.array([size or (np.inf, np.inf) for size in sizes_hw]).reshape(-1, 2).T
-    area, around = _by_corners(shapes)
+    area, around, length = _by_corners(shapes)
     is_inside = (around[:, :2] >= 0).all(axis=1) & (around[:, 2] <= width) & (around[:, 3] <= height)
-    is_plain = is_inside & (area >= SMALL_PX)
+    is_plain = is_inside & (area >= SMALL_PX) & (length <= MAX_OUTLINE_PX)
     has_faults = np.isin(order, list(annotations.mask_faults))
     for row in np.flatnonzero(~is_plain | has_faults).tolist():
         faults = list(annotations.mask_faults.get(int(order[row]), ()))
         if shapes[row] is not None and sizes_hw[row] is not None:
-            shapes[row], fault = _inside(shapes[row], sizes_hw[row])
+            whole[row] = near_picture(whole[row], sizes_hw[row])
+            shapes[row], fault = _inside(whole[row], sizes_hw[row])
             faults += [fault] if fault else []
         if shapes[row] is not None and faults:
             found[REPAIRED].append((row, f"mask: {'; '.join(faults)}"))
@@ -121,6 +139,11 @@ def _inside(shape: Polygons | Rle, size_hw: Size) -> tuple[Shape, str]:
         if shape.size_hw != size_hw:
             return None, f"its run lengths are of {shape.size_hw[1]} x {shape.size_hw[0]} pixels, not of {image}"
         return (shape, "") if areas([shape], size_hw)[0] else (None, "it is empty")
+    if not shape:  # all of it was cut off
+        return None, f"it lies outside {image}"
+    fault = outline_fault(shape)
+    if fault:
+        return None, fault
     low = min(ring.min() for ring in shape)
     right, bottom = np.max([ring.max(axis=0) for ring in shape], axis=0)
     outside = max(-low, right - width, bottom - height)
@@ -142,7 +165,7 @@ def mended_areas(boxes: Boxes, images: Sequence[ImageRow]) -> dict[int, float]:
     """
     shapes = boxes.extra["masks"].tolist()
     rows = np.flatnonzero(~boxes.iscrowd)
-    area, _ = _by_corners([shapes[row] for row in rows.tolist()])
+    area, _, _ = _by_corners([shapes[row] for row in rows.tolist()])
     return _other_areas(rows, area, shapes, boxes.area, _sizes_hw(boxes, images))
 
 
@@ -168,7 +191,7 @@ def _compare(
 
     given: (N,) annotated areas, NaN if missing.
     """
-    area, around = _by_corners([shapes[row] for row in rows.tolist()])
+    area, around, _ = _by_corners([shapes[row] for row in rows.tolist()])
     for row, of_mask in _other_areas(rows, area, shapes, given, sizes_hw).items():
         message = f"the mask has {of_mask:.0f} pixels, the annotated area is {given[row]:g}; kept"
         found[OTHER_AREA].append((row, message))
@@ -179,13 +202,15 @@ def _compare(
             found[OTHER_BOX].append((row, message))
 
 
-def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
-    """Return areas (N,) and boxes (N, 4) xyxy of polygons, by their corners alone; NaN for all other masks.
+def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return areas (N,), boxes (N, 4) xyxy and lengths of outline (N,) in pixels of polygons, by their corners alone;
+    NaN for all other masks.
 
     Where polygons of a mask overlap, the area is larger than that of its pixels.
     """
     area = np.full(len(shapes), np.nan)
     around = np.full((len(shapes), 4), np.nan)
+    length = np.full(len(shapes), np.nan)
     rows = [row for row, shape in enumerate(shapes) if shape is not None and not isinstance(shape, Rle)]
     for start in range(0, len(rows), CHECKED_AT_ONCE):
         some = rows[start : start + CHECKED_AT_ONCE]
@@ -194,9 +219,10 @@ def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray]:
         first_corner = offsets_of([len(ring) for ring in rings])[first_ring]
         corners = np.concatenate(rings)
         area[some] = np.add.reduceat(polygon_areas(rings), first_ring)
+        length[some] = np.add.reduceat(outline_lengths(rings), first_ring)
         around[some, :2] = np.minimum.reduceat(corners, first_corner)
         around[some, 2:] = np.maximum.reduceat(corners, first_corner)
-    return area, around
+    return area, around, length
 
 
 def _differs(area: np.ndarray, given: np.ndarray) -> np.ndarray:

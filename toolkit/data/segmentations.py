@@ -6,20 +6,24 @@ from itertools import chain
 
 import numpy as np
 
-from toolkit.base.masks import Polygons, Rle, Shape
+from toolkit.base.masks import Polygons, Rle, Shape, tight_boxes
+from toolkit.base.text import shown
 
 LEAST_CORNERS = 3
 MAX_MASK_COORDINATE_PX = 1e6  # pixels; larger values are not places in pictures
 MAX_MASK_PIXELS = 2**32 - 1  # pycocotools counts in 32 bits
+MAX_OUTLINE_PX = 1e6  # of a mask; with pycocotools' 80 bytes for each pixel of it, 80 MB while it is drawn
 MAX_SIGNS = 7  # of a number in compressed run lengths, which is 35 bits: more than any run needs
 NUMBER_TYPES = {int, float}
+MAX_QUOTED = 60  # characters
 
 
 def shape_of(segmentation: object) -> tuple[Shape, list[str]]:
     """Read a value of COCO's key `segmentation`.
 
     segmentation: a list of polygons [x1, y1, x2, y2, ...] in pixels, or {"size": [height, width], "counts": run lengths
-        as a list of whole numbers or as COCO's compressed text}; None and an empty list are not masks.
+        as a list of whole numbers, also written as 3.0, or as COCO's compressed text}; None and an empty list are not
+        masks.
 
     Returns the mask, None if there is none that can be used, and a phrase for each fault. A polygon with faults is left
     out; the others make up the mask.
@@ -29,7 +33,7 @@ def shape_of(segmentation: object) -> tuple[Shape, list[str]]:
     if isinstance(segmentation, Mapping):
         return _run_lengths(segmentation)
     if not isinstance(segmentation, list):
-        return None, [f"`segmentation` is {segmentation!r}; expected polygons or run lengths"]
+        return None, [f"`segmentation` is {_quoted(segmentation)}; expected polygons or run lengths"]
     if all(type(value) in NUMBER_TYPES for value in segmentation):
         segmentation = [segmentation]  # some tools write a single polygon without the outer list
     if _are_plain(segmentation):
@@ -64,7 +68,7 @@ def _are_plain(polygons: list) -> bool:
 def _ring_fault(flat: object) -> str:
     """Describe what is wrong with a polygon [x1, y1, x2, y2, ...]; "" if nothing is."""
     if not isinstance(flat, list):
-        return f"is {flat!r}; expected a list [x1, y1, x2, y2, ...]"
+        return f"is {_quoted(flat)}; expected a list [x1, y1, x2, y2, ...]"
     if not all(type(value) in NUMBER_TYPES for value in flat):
         return "has something that is not a number"
     if len(flat) % 2:
@@ -77,23 +81,62 @@ def _ring_fault(flat: object) -> str:
     return ""
 
 
+def box_of_mask(segmentation: object) -> list[float] | None:
+    """Return the box [x, y, width, height] in pixels around a value of COCO's key `segmentation`, zeros if it is empty;
+    None if it is not a mask that can be used."""
+    shape, _ = shape_of(segmentation)
+    if shape is None:
+        return None
+    if isinstance(shape, Rle):
+        left, top, right, bottom = tight_boxes([shape], shape.size_hw)[0].tolist()
+    else:
+        corners = np.concatenate(shape)
+        left, top = corners.min(axis=0).tolist()
+        right, bottom = corners.max(axis=0).tolist()
+    return [left, top, right - left, bottom - top]
+
+
+def with_box_of_mask(entry: object) -> object:
+    """Return an entry of COCO, annotated or found, with the box around its mask as `bbox` if it has none itself."""
+    if not isinstance(entry, dict) or entry.get("bbox"):
+        return entry
+    box = box_of_mask(entry.get("segmentation"))
+    return entry if box is None else {**entry, "bbox": box}
+
+
+def _quoted(value: object) -> str:
+    """Return a value of a file for a message, of a long one the beginning."""
+    return shown(repr(value), MAX_QUOTED)
+
+
+def _whole_numbers(values: Sequence) -> list[int] | None:
+    """Return whole numbers as int, also those that a file writes as 3.0; None if there are other values."""
+    whole = []
+    for value in values:
+        if type(value) not in NUMBER_TYPES or value % 1 != 0:  # it is NaN for infinity
+            return None
+        whole.append(int(value))
+    return whole
+
+
 def _run_lengths(segmentation: Mapping) -> tuple[Shape, list[str]]:
     size = segmentation.get("size")
-    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(type(side) is int and side > 0 for side in size)
-    if not is_pair:
-        return None, [f"`size` of the run lengths is {size!r}; expected [height, width]"]
-    height, width = size
+    size_hw = _whole_numbers(size) if isinstance(size, list | tuple) else None
+    if not size_hw or len(size_hw) != 2 or min(size_hw) <= 0:
+        return None, [f"`size` of the run lengths is {_quoted(size)}; expected [height, width]"]
+    height, width = size_hw
     if height * width > MAX_MASK_PIXELS:
         return None, [f"the run lengths are of {height} x {width} pixels, more than a picture can have"]
     counts = segmentation.get("counts")
     runs = None
     if isinstance(counts, list):
-        if all(type(run) is int and 0 <= run <= height * width for run in counts):
+        counts = _whole_numbers(counts)
+        if counts is not None and all(0 <= run <= height * width for run in counts):
             runs = np.array(counts, np.int64)
     elif isinstance(counts, str | bytes):
         runs = decompressed(counts)
     else:
-        return None, [f"`counts` of the run lengths is {counts!r}; expected a list of whole numbers or a text"]
+        return None, [f"`counts` of the run lengths is {_quoted(counts)}; expected a list of whole numbers or a text"]
     if runs is None or (runs < 0).any():
         return None, ["the run lengths cannot be read"]
     # Checked here, since pycocotools writes as many pixels as the runs say.
@@ -102,7 +145,8 @@ def _run_lengths(segmentation: Mapping) -> tuple[Shape, list[str]]:
     if isinstance(counts, list):
         from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
 
-        return Rle((height, width), coco_mask.frPyObjects(dict(segmentation), height, width)["counts"]), []
+        compressed = coco_mask.frPyObjects({"size": size_hw, "counts": counts}, height, width)
+        return Rle((height, width), compressed["counts"]), []
     return Rle((height, width), counts.encode() if isinstance(counts, str) else counts), []
 
 
@@ -150,8 +194,24 @@ def to_segmentation(shape: Shape) -> list | dict:
     return polygons
 
 
-def clipped(rings: Polygons, size_hw: tuple[int, int]) -> Polygons:
-    """Return polygons cut to a picture of this size, without those of which less than three corners are left.
+def near_picture(shape: Polygons | Rle, size_hw: tuple[int, int]) -> Polygons | Rle:
+    """Return a mask whose polygons are cut where they are further from a picture of this size than its longer side.
+
+    pycocotools draws edges as far as they go, in 80 bytes for each pixel of their length. Polygons that are nearer than
+    that keep their corners, since a cut may move single pixels of the edge.
+    """
+    if isinstance(shape, Rle):
+        return shape
+    margin = max(size_hw)
+    height, width = size_hw
+    corners = np.concatenate(shape)
+    is_near = (corners >= -margin) & (corners <= [width + margin, height + margin])
+    return shape if is_near.all() else clipped(shape, size_hw, margin)
+
+
+def clipped(rings: Polygons, size_hw: tuple[int, int], margin: float = 0.0) -> Polygons:
+    """Return polygons cut to a picture of this size, and a margin of so many pixels on each side of it, without those
+    of which less than three corners are left.
 
     After Sutherland and Hodgman, "Reentrant polygon clipping" (1974): parts of a polygon that the cut separates stay
     joined by edges on the border, which enclose no area.
@@ -159,8 +219,9 @@ def clipped(rings: Polygons, size_hw: tuple[int, int]) -> Polygons:
     height, width = size_hw
     inside = []
     for ring in rings:
-        for axis, limit, sign in ((0, 0.0, 1), (0, float(width), -1), (1, 0.0, 1), (1, float(height), -1)):
-            ring = _cut_at(ring, axis, limit, sign)
+        for axis, side in ((0, width), (1, height)):
+            ring = _cut_at(ring, axis, -margin, 1)
+            ring = _cut_at(ring, axis, side + margin, -1)
         if len(ring) >= LEAST_CORNERS:
             inside.append(ring)
     return tuple(inside)
@@ -188,12 +249,37 @@ def polygon_areas(rings: Sequence[np.ndarray]) -> np.ndarray:
     """Return the area that each of R rings (P, 2) encloses by its corners, in square pixels, (R,) float64."""
     if not len(rings):
         return np.zeros(0)
+    corners, following, starts = _edges(rings)
+    x, y = corners.T
+    next_x, next_y = following.T
+    doubled = np.add.reduceat(x * next_y - next_x * y, starts)
+    return np.abs(doubled) / 2
+
+
+def outline_lengths(rings: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the length of each of R rings (P, 2), (R,) float64: of each edge the pixels along its longer axis, which
+    are those that pycocotools draws."""
+    if not len(rings):
+        return np.zeros(0)
+    corners, following, starts = _edges(rings)
+    of_edges = np.abs(following - corners).max(axis=1)
+    return np.add.reduceat(of_edges, starts)
+
+
+def outline_fault(shape: Polygons | Rle) -> str:
+    """Describe a mask whose outline is too long to be drawn; "" if it is not."""
+    length = 0.0 if isinstance(shape, Rle) else outline_lengths(shape).sum()
+    if length <= MAX_OUTLINE_PX:
+        return ""
+    return f"its outline is {length:.0f} pixels long; at most {MAX_OUTLINE_PX:.0f} are drawn"
+
+
+def _edges(rings: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first and the second corner of each edge of R rings, (E, 2) each, and the first edge of each ring."""
     lengths = np.array([len(ring) for ring in rings])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     corners = np.concatenate(rings)
     following = np.arange(1, len(corners) + 1)
     following[starts + lengths - 1] = starts
-    x, y = corners.T
-    doubled = np.add.reduceat(x * y[following] - x[following] * y, starts)
-    return np.abs(doubled) / 2
+    return corners, corners[following], starts
 

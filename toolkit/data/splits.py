@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,12 @@ from toolkit.data.formats import is_several, open_dataset, pair_folders_and_spli
 from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
+CROWDS_ARE_SKIPPED = (
+    "Crowd regions (COCO's iscrowd 1, VOC's difficult) are neither objects nor background in training and evaluation. "
+    "CVAT writes every brush mask with iscrowd 1: to take them as single objects, give --data.crowds objects"
+)
 MOSTLY_EMPTY_SHARE = 0.95  # share of images without an object that is asked about
+MANY_CROWDS_SHARE = 0.1  # share of crowd regions among all boxes that is warned of
 FEW_IMAGES = 20  # below this, a few images more or less say nothing
 MAX_PROBLEM_COLUMNS = 120  # characters of the first problem of a kind
 # Severities of problems, and their names in singular and plural.
@@ -42,7 +47,7 @@ class Fold(NamedTuple):
 
 # Settings of the group `data` that are options of `open_dataset` under the same names.
 READING = "path image_dir format name on_error max_image_pixels streaming keep_images_without_relations".split()
-READING += ["unlisted_classes", "classes"]
+READING += ["unlisted_classes", "classes", "crowds"]
 
 
 def open_split(
@@ -198,11 +203,13 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
     first_on_each_machine(opening)
     table = opening()
     run_on_main(lambda: _write_problems(table, listing))
-    boxes = table.num_boxes()
     classes = len(table.categories)
-    without = (boxes == 0).sum()
+    without = (table.num_objects() == 0).sum()
     source = table.name if is_several(source) or table.sets else source
-    say(f"{source}: {len(table)} images ({without} without objects), {boxes.sum()} boxes, {classes} classes")
+    say(f"{source}: {len(table)} images ({without} without objects), {table.described_boxes()}, {classes} classes")
+    crowds = many_crowds(table)
+    if crowds:
+        say(f"warning: {source}: {crowds}")
     if table.class_map:
         say(f"data.classes: {describe_class_map(table.class_map)}; classes now: {', '.join(table.class_names)}")
     if table.sets:
@@ -214,22 +221,33 @@ def _opened(opening: Callable[[], DetectionTable], source: str, say: Say, listin
 
 
 def counts_of(table: DetectionTable) -> dict:
-    """Return {"images", "boxes"}, the numbers of both in a table, as JSON values.
+    """Return {"images", "boxes"}, the numbers of both in a table, as JSON values; with "crowd_regions", which are not
+    among the boxes, if there are any.
 
     For a joined table `sets` has the same numbers for each of its sets, by name.
     """
-    boxes = table.num_boxes()
-    of_image = table.set_of_image()
-    counts = {"images": len(table), "boxes": int(boxes.sum())}
+    objects = table.num_objects()
+    crowds = table.num_boxes() - objects
+
+    def of_rows(rows: np.ndarray) -> dict:
+        numbers = {"images": int(rows.sum()), "boxes": int(objects[rows].sum())}
+        if crowds[rows].any():
+            numbers["crowd_regions"] = int(crowds[rows].sum())
+        return numbers
+
+    counts = of_rows(np.ones(len(table), bool))
     if table.sets:
-        counts["sets"] = {}
-        for number, one in enumerate(table.sets):
-            rows = of_image == number
-            counts["sets"][one.name] = {
-                "images": int(rows.sum()),
-                "boxes": int(boxes[rows].sum()),
-            }
+        of_image = table.set_of_image()
+        counts["sets"] = {one.name: of_rows(of_image == number) for number, one in enumerate(table.sets)}
     return counts
+
+
+def counted_boxes(counts: Mapping[str, int]) -> str:
+    """Return the numbers of images and boxes of `counts_of` as text; crowd regions are named apart, if there are any.
+    """
+    text = f"{counts['images']:,} images, {counts['boxes']:,} boxes"
+    crowds = counts.get("crowd_regions", 0)
+    return f"{text}, {crowds:,} crowd regions" if crowds else text
 
 
 def notes_of(table: DetectionTable) -> list[str]:
@@ -237,7 +255,7 @@ def notes_of(table: DetectionTable) -> list[str]:
     lines = []
     for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
         unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
-        text = f"  {one.name}: {counts['images']} images, {counts['boxes']} boxes"
+        text = f"  {one.name}: {counted_boxes(counts)}"
         if unlabelled:
             text += f"; does not label {', '.join(unlabelled)} (data.unlisted_classes unknown)"
         lines.append(text)
@@ -266,10 +284,11 @@ def _folder_format(format: str) -> str:
 def mostly_empty(table: DetectionTable) -> str:
     """Return a warning if hardly an image has an object, which names the first images without one; else return "".
 
-    Data whose label files were not found look like this, and a detector would learn to find nothing. In a joined table
-    each data set is checked by itself.
+    Crowd regions are not objects. Data whose label files were not found look like this, and a detector would learn to
+    find nothing. In a joined table each data set is checked by itself.
     """
-    is_empty = table.num_boxes() == 0
+    is_empty = table.num_objects() == 0
+    has_crowds = table.num_boxes() > 0
     set_of_image = table.set_of_image()
     faults = []
     for number in np.unique(set_of_image).tolist():
@@ -279,17 +298,31 @@ def mostly_empty(table: DetectionTable) -> str:
         if hardly_any or len(empty) == len(of_set):
             names = ", ".join(table.image_name(index) for index in empty[:3].tolist())
             of = f" of {table.sets[number].name}" if table.sets else ""
-            faults.append(f"{len(empty)} of {len(of_set)} images{of} have no object, such as {names}")
+            fault = f"{len(empty)} of {len(of_set)} images{of} have no object, such as {names}"
+            crowds_alone = int(has_crowds[empty].sum())
+            if crowds_alone:
+                fault += f"; {crowds_alone} of them have crowd regions alone. {CROWDS_ARE_SKIPPED}"
+            faults.append(fault)
     return "; ".join(faults)
+
+
+def many_crowds(table: DetectionTable) -> str:
+    """Return a sentence if at least a tenth of the boxes are crowd regions, with the usual reason; else return ""."""
+    boxes = int(table.num_boxes().sum())
+    crowds = boxes - int(table.num_objects().sum())
+    if not crowds or crowds < MANY_CROWDS_SHARE * boxes:
+        return ""
+    return f"{crowds} of {boxes} boxes are crowd regions. {CROWDS_ARE_SKIPPED}"
 
 
 def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
     """Raise BadInput if hardly an image of the training data has an object, unless that is allowed."""
     fault = "" if is_allowed else mostly_empty(table)
     if fault:
+        labels = "" if CROWDS_ARE_SKIPPED in fault else " Were the labels found?"
         raise BadInput(
-            f"{table.name}: {fault}. Were the labels found? `python scripts/check_data.py` shows what is read; if it "
-            "is meant, set --data.allow_mostly_empty true"
+            f"{table.name}: {fault}.{labels} `python scripts/check_data.py` shows what is read; if it is meant, set "
+            "--data.allow_mostly_empty true"
         )
 
 

@@ -200,7 +200,7 @@ class DetectionTable:
         row = self._batches[position].row(index - self._starts[position])
         _, stored = self._content
         if "image" in stored:
-            row["image"] = stored["image"].read(index)
+            row["image"] = self._read_stored("image", index)
         if self.has_masks:
             row["masks"] = self.masks_of(index)
         return row
@@ -210,8 +210,19 @@ class DetectionTable:
 
         Raises BadInput if the file no longer has them.
         """
+        content = self._read_stored("masks", index)
+        try:
+            return from_bytes(content)
+        except ValueError as error:
+            raise BadInput(_changed(self.arrow_file, f"the masks of {self.image_name(index)}")) from error
+
+    def _read_stored(self, column: str, index: int) -> bytes:
+        """Return the value of one image in a column of `ON_DISK`. Raises BadInput if the file ends before."""
         _, stored = self._content
-        return from_bytes(stored["masks"].read(index))
+        content = stored[column].read(index)
+        if content is None:
+            raise BadInput(_changed(self.arrow_file, f"{column} of {self.image_name(index)}"))
+        return content
 
     def file_name(self, index: int) -> str:
         """Return the file name of one image, without reading its whole row.
@@ -269,6 +280,22 @@ class DetectionTable:
             offsets, _ = batch.objects["id"]
             counts.append(np.diff(offsets))
         return np.concatenate(counts).astype(np.int64)
+
+    def num_objects(self) -> np.ndarray:
+        """Return (len,) int64: objects per image, without crowd regions."""
+        counts = []
+        for batch in self._batches:
+            offsets, is_crowd = batch.objects["iscrowd"]
+            objects_before = offsets_of(is_crowd == 0)  # of each row of the batch
+            counts.append(np.diff(objects_before[offsets]))
+        return np.concatenate(counts).astype(np.int64)
+
+    def described_boxes(self) -> str:
+        """Return the number of boxes as text, in which crowd regions are named apart: "90 boxes, 10 crowd regions"."""
+        objects = int(self.num_objects().sum())
+        crowds = int(self.num_boxes().sum()) - objects
+        regions = f", {crowds} crowd regions" if crowds else ""
+        return f"{objects} boxes{regions}"
 
     def set_of_image(self) -> np.ndarray:
         """Return (len,) int64: the row of `sets` that each image belongs to; zeros without sets."""
@@ -339,7 +366,7 @@ class DetectionTable:
             "fingerprint": self.fingerprint,
             "file": self.arrow_file.name,
             "images": len(self),
-            "boxes": int(self.num_boxes().sum()),
+            "boxes": int(self.num_objects().sum()),
         }
         if self.class_map:
             identity["classes"] = dict(self.class_map)
@@ -425,30 +452,31 @@ class _StoredColumn:
     """
 
     def __init__(self, path: Path, starts: np.ndarray, sizes: np.ndarray):
-        self.path = path
         self.starts = starts
         self.sizes = sizes
         self.file = open(path, "rb")  # noqa: SIM115 - as long as the table
 
-    def read(self, index: int) -> bytes:
-        """Read the value of one row. Raises BadInput: the file ends before."""
+    def read(self, index: int) -> bytes | None:
+        """Return the value of one row; None if the file ends before."""
         size = int(self.sizes[index])
         # Not `seek` and `read`: threads and forked workers share the position of an open file.
         content = os.pread(self.file.fileno(), size, int(self.starts[index]))
-        if len(content) != size:
-            raise BadInput(_changed(self.path))
-        return content
+        return content if len(content) == size else None
 
 
 def _read_all(content: pa.Buffer) -> pa.Table:
     """Read the rows of an Arrow stream, which stay in the memory of the buffer."""
-    return pa.ipc.open_stream(content).read_all()
+    rows = pa.ipc.open_stream(content).read_all()
+    rows.validate(full=True)  # a changed offset would be read outside of the memory
+    return rows
 
 
 def _without_stored(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, dict[str, _StoredColumn]]:
     """Copy the rows of a file without the columns `ON_DISK` to memory; return them, and those columns by name.
 
     content: of the whole file, mapped.
+
+    Raises ValueError: values lie outside the file.
     """
     reader = pa.ipc.open_stream(content)
     others = [name for name in reader.schema.names if name not in ON_DISK]
@@ -457,7 +485,9 @@ def _without_stored(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, dic
     copy = pa.BufferOutputStream()
     with pa.ipc.new_stream(copy, schema) as writer:
         for batch in reader:
-            writer.write_batch(batch.select(others))
+            rows = batch.select(others)
+            rows.validate(full=True)  # a changed offset would be read outside of the memory
+            writer.write_batch(rows)
             if not batch.num_rows:
                 continue
             for name, of_column in places.items():
@@ -468,6 +498,8 @@ def _without_stored(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, dic
     stored = {}
     for name, of_column in places.items():
         starts, sizes = np.concatenate(of_column, axis=1)
+        if (sizes < 0).any() or (starts < 0).any() or (starts + sizes > content.size).any():
+            raise ValueError(f"the values of {name} lie outside the file")
         stored[name] = _StoredColumn(arrow_file, starts, sizes)
     return _read_all(copy.getvalue()), stored
 
@@ -480,10 +512,12 @@ def _in_braces(class_map: Mapping[str, str | None]) -> str:
     return "{" + ", ".join(entries) + "}"
 
 
-def _changed(arrow_file: Path) -> str:
+def _changed(arrow_file: Path, what: str = "") -> str:
+    """Return a sentence on a table that is no longer what was written; what: the part that was read."""
+    part = f" ({what})" if what else ""
     return (
-        f"{arrow_file}: the cached table was changed, cut or removed by another program after it was opened; start "
-        "again (--run.resume latest), and it is made anew from the data"
+        f"{arrow_file}: the cached table was changed, cut or removed by another program after it was opened{part}; "
+        "start again (--run.resume latest), and it is made anew from the data"
     )
 
 

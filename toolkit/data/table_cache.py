@@ -25,7 +25,7 @@ from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Categ
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 7  # raise it when the columns or the output of a reader change: older caches are then read anew
+TABLE_VERSION = 8  # raise it when the columns or the output of a reader change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
@@ -64,6 +64,8 @@ def cached_table(
     first = f"{TABLE_VERSION} {reading.max_image_pixels}"
     if reading.masks:
         first += " masks"
+    if reading.crowds != "ignore":
+        first += f" crowds {reading.crowds}"
     digest = hashlib.blake2b(first.encode(), digest_size=16)
     for part in key:
         content = part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape")

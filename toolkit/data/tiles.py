@@ -12,6 +12,7 @@ import numpy as np
 from toolkit.base.errors import BadInput
 
 MAX_OVERLAP = 0.9  # of a side; beyond it a picture has a hundred times as many windows as without overlap
+MAX_WINDOWS = 5_000_000  # of all pictures of a table, or of one: more would take gigabytes, and days
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,14 @@ class Tiling:
         """Return `windows_of` a picture of this height and width in pixels."""
         return windows_of(size_hw, self.tile_hw, self.overlap)
 
+    def check_number(self, sizes_hw: np.ndarray) -> None:
+        """Raise BadInput if pictures (P, 2) of these heights and widths have too many windows; none is made for it."""
+        sizes, times = np.unique(sizes_hw, axis=0, return_counts=True)
+        of_sizes = [count_windows(size_hw, self.tile_hw, self.overlap) for size_hw in sizes.tolist()]
+        total = sum(count * repeated for count, repeated in zip(of_sizes, times.tolist(), strict=True))
+        if total > MAX_WINDOWS:
+            raise _too_many(total, f"{len(sizes_hw):,} pictures", self.tile_hw, self.overlap)
+
     def __str__(self) -> str:
         height, width = self.tile_hw
         return f"tile{height}x{width}-overlap{self.overlap:g}-visible{self.visible:g}"
@@ -71,11 +80,32 @@ def starts(length: int, tile: int, overlap: float) -> list[int]:
 
     tile: pixels of a window along this side. overlap: share of it that neighbours have in common at least.
     """
-    if length <= tile:
+    count = _count(length, tile, overlap)
+    if count == 1:
         return [0]
-    step = max(1, int(tile * (1 - overlap)))
-    count = -(-(length - tile) // step) + 1
     return [round(i * (length - tile) / (count - 1)) for i in range(count)]
+
+
+def _count(length: int, tile: int, overlap: float) -> int:
+    """Return the number of windows along a side; arguments as of `starts`."""
+    if length <= tile:
+        return 1
+    step = max(1, int(tile * (1 - overlap)))
+    return -(-(length - tile) // step) + 1
+
+
+def count_windows(size_hw: Sequence[int], tile_hw: Sequence[int], overlap: float) -> int:
+    """Return the number of the windows of `windows_of`, by arithmetic."""
+    along = [_count(int(length), tile, overlap) for length, tile in zip(size_hw, tile_hw, strict=True)]
+    return along[0] * along[1]
+
+
+def _too_many(count: int, pictures: str, tile_hw: Sequence[int], overlap: float) -> BadInput:
+    height, width = tile_hw
+    return BadInput(
+        f"{pictures} would have {count:,} windows of {height} x {width} px (height x width) with an overlap of "
+        f"{overlap:g}; at most {MAX_WINDOWS:,} are possible: give a larger data.tile (--tile), or less overlap"
+    )
 
 
 def windows_of(size_hw: Sequence[int], tile_hw: Sequence[int], overlap: float) -> np.ndarray:
@@ -88,14 +118,18 @@ def windows_of(size_hw: Sequence[int], tile_hw: Sequence[int], overlap: float) -
         size_hw: height and width of the picture in pixels.
         tile_hw: height and width of a window in pixels.
         overlap: share of a side that neighbours have in common at least.
+
+    Raises BadInput: there would be more than `MAX_WINDOWS`.
     """
     height, width = map(int, size_hw)
+    count = count_windows(size_hw, tile_hw, overlap)
+    if count > MAX_WINDOWS:
+        raise _too_many(count, f"a picture of {height} x {width} px", tile_hw, overlap)
     rows, columns = tile_hw
-    windows = []
-    for top in starts(height, rows, overlap):
-        for left in starts(width, columns, overlap):
-            windows.append([left, top, min(width, left + columns), min(height, top + rows)])
-    return np.array(windows, np.int64).reshape(-1, 4)
+    top = np.array(starts(height, rows, overlap))[:, None]
+    left = np.array(starts(width, columns, overlap))[None]
+    sides = (left, top, np.minimum(width, left + columns), np.minimum(height, top + rows))
+    return np.stack(np.broadcast_arrays(*sides), axis=-1).astype(np.int64).reshape(-1, 4)
 
 
 def clip_to_windows(boxes_xyxy: np.ndarray, windows_xyxy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

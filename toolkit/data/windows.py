@@ -80,7 +80,11 @@ class WindowTable(DetectionTable):
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray]:
-        """The windows of all pictures, (W, 4) int64, and the row of each one's picture, (W,) int64."""
+        """The windows of all pictures, (W, 4) int64, and the row of each one's picture, (W,) int64.
+
+        Raises BadInput: there are too many.
+        """
+        self.tiling.check_number(self.pictures.sizes_hw())
         of_size: dict[tuple[int, int], np.ndarray] = {}
         parts = [np.zeros((0, 4), np.int64)]
         counts = []
@@ -198,7 +202,7 @@ class WindowTable(DetectionTable):
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
         """Return JSON values that describe this table, see `DetectionTable.identity`; no file has its rows."""
-        boxes = int(self.num_boxes().sum())
+        boxes = int(self.num_objects().sum())
         identity = {"fingerprint": self.fingerprint, "file": "", "images": len(self), "boxes": boxes}
         if self.class_map:
             identity["classes"] = dict(self.class_map)

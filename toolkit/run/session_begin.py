@@ -6,7 +6,7 @@ from typing import Any
 from toolkit import index
 from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
-from toolkit.data.splits import counts_of
+from toolkit.data.splits import counted_boxes, counts_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.windows import windows_of_loader
 from toolkit.run.folder import keep_staged, write_environment
@@ -106,7 +106,7 @@ def _record(s: Any, t: Training, table: DetectionTable, settings: dict, changed:
     name, words = ("val", "validation data") if alone else ("train", "training data")
     s.say(
         f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: "
-        f"{data[name]['images']:,} images, {data[name]['boxes']:,} boxes"
+        f"{counted_boxes(data[name])}"
     )
     s.lock.keep = True
     if s.is_main:

@@ -234,6 +234,9 @@ class DataConfig:
     keep_images_without_relations: bool = False
     """Visual Genome: also train on images that have boxes but no relations, as is useful for detectors; validation and
     test images do not change."""
+    crowds: Literal["ignore", "objects"] = "ignore"
+    """What boxes are that the data mark as crowd regions (COCO's iscrowd, VOC's difficult). ignore: neither objects nor
+    background; objects: single objects like all others, such as the brush masks of CVAT, which have iscrowd 1."""
     allow_mostly_empty: bool = False
     """Train although more than 19 of 20 training images have no object. Labels that are not found look like this, so
     that it is refused otherwise."""

@@ -15,7 +15,7 @@ import numpy as np
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import column_of, rle
-from toolkit.data.segmentations import shape_of
+from toolkit.data.segmentations import near_picture, outline_fault, shape_of, with_box_of_mask
 from toolkit.evaluation.predictions import about_file, images_fingerprint
 
 LISTED_FAULTS = 10
@@ -171,13 +171,23 @@ def _entries(path: Path) -> list[dict]:
     if not isinstance(entries, list):
         kind = type(entries).__name__
         raise BadInput(f"{path}: not a COCO results file: a JSON {kind}; expected a list of detections")
+    entries = list(map(with_box_of_mask, entries))  # COCO's results of segmentation have no `bbox`
     for number, entry in enumerate(entries):
         if not _is_detection(entry):
-            expected = "expected image_id, category_id, score and bbox [x, y, width, height]"
-            raise BadInput(f"{path}, detection {number}: {str(entry)[:120]}; {expected}")
+            expected = "expected image_id, category_id, score, and bbox [x, y, width, height] or segmentation"
+            raise BadInput(f"{path}, detection {number}: {_described(entry)}; {expected}")
         if str(entry["image_id"]) in named:
             entry.setdefault("file_name", named[str(entry["image_id"])])
     return entries
+
+
+def _described(entry: object) -> str:
+    """Return an entry as text, with dots in place of its mask, and what is wrong with this."""
+    if not isinstance(entry, dict) or "segmentation" not in entry:
+        return str(entry)[:120]
+    text = str({**entry, "segmentation": "..."})[:120]
+    _, faults = shape_of(entry["segmentation"])
+    return f"{text}, whose mask cannot be used: {'; '.join(faults)}" if faults else text
 
 
 def _is_detection(entry: object) -> bool:
@@ -266,6 +276,9 @@ def _masks(path: Path, entries: list[dict], sizes_hw: np.ndarray) -> np.ndarray 
     faults = []
     for number, (entry, size_hw) in enumerate(zip(entries, sizes_hw.tolist(), strict=True)):
         shape, reasons = shape_of(entry.get("segmentation"))
+        if shape is not None:
+            shape = near_picture(shape, tuple(size_hw))
+            reasons = reasons or list(filter(None, [outline_fault(shape)]))
         if "segmentation" not in entry:
             reasons = ["has no segmentation, but other detections of the file have one"]
         if reasons:

@@ -11,7 +11,7 @@ from types import MappingProxyType, ModuleType
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
-from toolkit.data.annotations import Reading
+from toolkit.data.annotations import CROWDS, Reading
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
 from toolkit.data.image_sources import open_sources
@@ -46,6 +46,7 @@ def open_dataset(
     classes: Mapping[str, str | None] = MappingProxyType({}),
     classes_must_exist: bool = True,
     masks: bool = False,
+    crowds: str = "ignore",
 ) -> DetectionTable:
     """Open one split, validated and cached; of several sources or folders one table that joins them.
 
@@ -67,6 +68,8 @@ def open_dataset(
     """
     if format not in FORMATS:
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
+    if crowds not in CROWDS:
+        raise BadInput(f"data.crowds is {crowds!r}; expected {' or '.join(CROWDS)}")
     reading = Reading(
         image_dir=image_dir,
         on_error=on_error,
@@ -78,6 +81,7 @@ def open_dataset(
         streaming=streaming,
         keep_images_without_relations=keep_images_without_relations,
         masks=masks,
+        crowds=crowds,
     )
     open_one = partial(_open_one, reading=reading)
     class_map = class_map_of(classes)

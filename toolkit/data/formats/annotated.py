@@ -220,7 +220,7 @@ def open_annotated(
         contents = listing()
         if not contents.images:
             raise BadInput([f"{name}: no images", *map(str, contents.problems)])
-        valid = check(contents.annotations, name, reading.max_image_pixels)
+        valid = check(contents.annotations, name, reading.max_image_pixels, reading.crowds)
         # Reported once, as the file's fault: that an unreadable image is too large is not a fault of its own.
         unread = {problem.image_id for problem in contents.problems if problem.severity == "error"}
         unread.discard(None)

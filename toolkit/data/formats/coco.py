@@ -71,7 +71,7 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
     def make(cache_file: Path) -> DetectionTable:
         with gc_disabled():
             annotations = read_annotations(file, reading.masks)
-            checked = check(annotations, str(file), reading.max_image_pixels)
+            checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
         root = image_dir
         if not root:
             names = [row.file_name for row in checked.images]

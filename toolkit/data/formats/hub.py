@@ -77,9 +77,8 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
         data have other columns or defects.
     """
     source = f"{name} ({split})"
-    max_image_pixels = reading.max_image_pixels
     if reading.streaming:
-        key, make = _streamed(name, split, source, max_image_pixels, reading.masks)
+        key, make = _streamed(name, split, source, reading)
     else:
         key, make = _copied(name, split, source, reading)
     return cached_table(key, make, reading, name=source, empty="the split has no images")
@@ -105,7 +104,7 @@ def _copied(name: str, split: str, source: str, reading: Reading) -> tuple[list,
         problems += parallel(look, range(len(rows)), "checking images")
         positions = {image.image_id: index for index, image in enumerate(annotations.images)}
         bad = {problem.image_id for problem in problems if problem.severity == "error"}
-        good = check(annotations, source).without(bad)
+        good = check(annotations, source, crowds=reading.crowds).without(bad)
         good.problems[:0] = problems
 
         def encoded() -> Iterator[bytes]:
@@ -147,7 +146,7 @@ def _look(
     return check_image(image, data, full, max_pixels, "row")
 
 
-def _streamed(name: str, split: str, source: str, max_pixels: int, masks: bool) -> tuple[list, Make]:
+def _streamed(name: str, split: str, source: str, reading: Reading) -> tuple[list, Make]:
     """Return the key of the cache and the function that makes the table, for data whose images stay in Parquet files.
     """
     files = _files(name, split)
@@ -167,13 +166,13 @@ def _streamed(name: str, split: str, source: str, max_pixels: int, masks: bool) 
         raise BadInput(f"{name}: data.streaming needs {' and '.join(missing)}, {why} by {CONVERT}")
 
     def make(cache_file: Path) -> DetectionTable:
-        annotations = Annotations(columns.categories, masks)
+        annotations = Annotations(columns.categories, reading.masks)
         annotations.predicates = list(columns.predicates or ())
         for group, rows in _parts(files, root, columns):
             for number, row in enumerate(rows):
                 add_row(annotations, row, f"{group}/{number}", columns)
         shards = ImageSources([Shards(columns.image, root)])
-        good = check(annotations, source, max_pixels)
+        good = check(annotations, source, reading.max_image_pixels, reading.crowds)
         return write_table(**good.columns(), cache_file=cache_file, image_root=shards, name=source)
 
     return ["shards", source, *map(_state, files), columns], make

@@ -13,7 +13,7 @@ from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.mask_checks import mended_areas
-from toolkit.data.splits import mostly_empty, overlap
+from toolkit.data.splits import CROWDS_ARE_SKIPPED, many_crowds, mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root, write_table
 from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
@@ -48,7 +48,7 @@ class SplitSummary:
 
     Attributes:
         images, boxes, crowds: their numbers; boxes are without crowds.
-        background: number of images without a box.
+        background: number of images without a box; images with crowd regions alone are among them.
         largest_count: largest number of boxes in an image.
         classes: {name of the class: {"boxes": number, "images": number}}.
         sizes_px: the 5, 25, 50, 75 and 95 % quantiles of the square root of a box's area, in pixels of the images that
@@ -134,8 +134,13 @@ def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     """Yield findings about whole splits: almost no objects, or the same images as another split."""
     for split, table in tables.items():
         fault = mostly_empty(table)
-        if fault:
+        crowds = many_crowds(table)
+        if fault and CROWDS_ARE_SKIPPED in fault:
+            yield Finding("error", "crowds", f"{split}: {fault}")
+        elif fault:
             yield Finding("error", "background", f"{split}: {fault}; were the labels found?")
+        elif crowds:
+            yield Finding("warning", "crowds", f"{split}: {crowds}")
     for first, second in itertools.combinations(tables, 2):
         text = overlap(tables[first], tables[second], (first, second))
         if text:
@@ -182,7 +187,7 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
     counts = zip(table.class_names, boxes.tolist(), images.tolist(), strict=True)
     return SplitSummary(
         images=len(table),
-        background=int((np.diff(truth.offsets) == 0).sum()),
+        background=int((np.diff(plain.offsets) == 0).sum()),
         boxes=len(plain),
         crowds=int(truth.iscrowd.sum()),
         largest_count=int(np.diff(plain.offsets).max(initial=0)),

@@ -38,7 +38,7 @@ class SplitOptions:
         image_dir, format: see `data.image_dir` and `data.format`.
         path: folder or hub name of another data set, see `data.path` and `data.name`; `split` is then one of its
             splits.
-        tile, overlap: see `chosen_tiling`.
+        tile, overlap: see `chosen_tiling`. crowds: see `data.crowds`.
     """
 
     split: str | None = None
@@ -47,6 +47,7 @@ class SplitOptions:
     path: str | None = None
     tile: int | None = None
     overlap: float | None = None
+    crowds: str | None = None
 
 
 @dataclass
@@ -285,6 +286,7 @@ def _data_of(
         data = _other_data(options)
         made_on = about.get("data") or {}
         data["classes"] = made_on.get("classes", {})
+        data["crowds"] = options.crowds or made_on.get("crowds", "ignore")
         data |= {"masks": True} if made_on.get("masks") else {}
     return folder, data, open_split(**data, say=say)
 
@@ -302,7 +304,8 @@ def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
     if options.path is not None or other_file:
         as_trained = {"on_error": data["on_error"], "classes": data.get("classes", {})}
-        return _other_data(options) | as_trained | masks
+        as_trained["crowds"] = data.get("crowds", "ignore")
+        return _other_data(options) | as_trained | masks | _given(options)
     reading = {key: data[key] for key in READING if key in data}
     if data.get("boxes_from_masks"):
         masks = {"masks": True}
@@ -322,5 +325,5 @@ def _other_data(options: SplitOptions) -> dict:
 
 
 def _given(options: SplitOptions) -> dict:
-    both = {"image_dir": options.image_dir, "format": options.format}
-    return {key: value for key, value in both.items() if value is not None}
+    given = {"image_dir": options.image_dir, "format": options.format, "crowds": options.crowds}
+    return {key: value for key, value in given.items() if value is not None}

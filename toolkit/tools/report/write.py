@@ -5,6 +5,7 @@ from pathlib import Path
 
 from toolkit.base.files import replace_nonfinite, write_json, write_text_atomic
 from toolkit.data.classes import describe_class_map
+from toolkit.data.splits import counted_boxes
 from toolkit.tools.report import comparison, gallery, sections
 from toolkit.tools.report import page as page_parts
 from toolkit.tools.report.advice import advise
@@ -106,7 +107,8 @@ def _facts(judged: Judgement | None, run: RunFacts) -> str:
 
 def _data_words(judged: Judgement) -> str:
     m = judged.matches
-    words = f"{judged.table.name}: {m.num_images:,} images, {m.num_truth.sum():,} boxes, {m.num_classes} classes"
+    counts = {"images": m.num_images, "boxes": int(m.num_truth.sum()), "crowd_regions": int(m.crowd.sum())}
+    words = f"{judged.table.name}: {counted_boxes(counts)}, {m.num_classes} classes"
     if judged.table.class_map:
         words += f" (data.classes: {describe_class_map(judged.table.class_map)})"
     return words

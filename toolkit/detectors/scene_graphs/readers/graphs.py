@@ -44,7 +44,9 @@ def read_graphs(
     def make(cache_file: Path) -> DetectionTable:
         annotations = read(sources)
         is_checked = isinstance(annotations, CheckedAnnotations)
-        checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
+        checked = annotations
+        if not is_checked:
+            checked = check(annotations, str(files[0]), max_image_pixels, reading.crowds)
         good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
         return write_table(
             **good.columns(),
