@@ -16,6 +16,7 @@ from PIL import Image
 from processes import run_on_ranks
 from report_data import table_of
 
+from toolkit.base import progress
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
@@ -102,6 +103,16 @@ def test_every_object_is_found_once_wherever_tiles_end(seed, off):
     assert (overlaps.sum(1) == 1).all()
     assert len(found["labels"]) == len(expected["labels"])
     assert torch.equal(found["labels"][overlaps.long().argmax(1)], expected["labels"])
+
+
+def test_long_work_in_tiles_says_how_far_it_is(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    image = scene(500, 640, 60, 0, side=24)
+    tiled(oracle(), 128, overlap=0.25, batch_size=10).predict([image, image[:, :100, :100]], 0)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "2 images in tiles: 10 of 36 tiles" and said[-1] == "2 images in tiles: 36 of 36 tiles"
+    judged_scenes(tmp_path)
+    assert "evaluation: 2 of 10 batches of windows" in capsys.readouterr().err
 
 
 def test_tiles_have_the_aspect_of_the_images_that_the_detector_was_trained_on():
