@@ -158,6 +158,28 @@ def test_classes_do_not_suppress_each_other_and_no_guess_takes_a_part_away_that_
         assert kept["scores"].tolist() == pytest.approx(left)
 
 
+@pytest.mark.parametrize(("right", "scores", "is_other_cut", "expected"), [
+    (30.1, (0.9, 0.3), True, 0),  # the same cut object, seen a little wider by a detector that is not sure
+    (30.1, (0.9, 0.8), True, 0),
+    (30.1, (0.3, 0.9), True, 1),
+    (30.1, (0.9, 0.3), False, 0),  # it ends near a border, and is as whole as the other
+    (45.0, (0.9, 0.3), True, 0),
+    (45.0, (0.9, 0.6), True, 1),  # it shows more of the object, and is nearly as sure
+    (45.0, (0.9, 0.3), False, 1),  # all of the object
+    (45.0, (0.9, 0.2), False, 0),  # a guess
+])  # fmt: skip
+def test_of_two_boxes_of_a_cut_object_the_score_decides_unless_the_larger_one_is_nearly_as_sure(
+    right, scores, is_other_cut, expected
+):
+    boxes = torch.tensor([[0.0, 0.0, 30.0, 40.0], [0.0, 0.0, right, 40.0]])
+    labels = torch.zeros(2, dtype=torch.int64)
+    for order in ([0, 1], [1, 0]):
+        part = {"boxes": boxes[order], "scores": torch.tensor(scores)[order], "labels": labels}
+        cut = torch.tensor([True, is_other_cut])[order]
+        kept = merged([part], 0.5, cut)
+        assert kept["boxes"].tolist() == [boxes[expected].tolist()]
+
+
 class Finder(Detector):
     """Finds every rectangle of an image, as `oracle` does, and adds a weak guess in the middle of it."""
 
