@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from samples import assert_same, generator, target_of
 
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rle
+from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rle, rles_of
 from toolkit.data.dataset import DetectionDataset, MixedDataset, row_target
 from toolkit.data.pipeline import BLENDING, largest_batch, loader_of_settings, train_transform, validation_loader
 from toolkit.data.sampling import SampleKey
@@ -222,6 +222,26 @@ def test_a_policy(sample, seed):
     assert_on_pixels(image, target, 2)
     plain, without = POLICY_OF(*_plain(sample), generator(seed))
     assert plain.equal(image) and without["boxes"].equal(target["boxes"]), "the same numbers are drawn"
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.25, 0.7, 1.5])
+def test_run_lengths_are_not_moved_by_a_change_of_size(scale):
+    """Whichever pixel counts of two that are as near to the centre of a new one."""
+    numbers = np.random.default_rng(0)
+    errors = []
+    areas = []
+    for _ in range(200):
+        low = numbers.integers(20, 60, 2)
+        high = low + numbers.integers(20, 90, 2)
+        picture = torch.zeros(1, 200, 200)
+        picture[0, low[1] : high[1], low[0] : high[0]] = 1
+        side = int(200 * scale)
+        drawn = Masks.of(rles_of(picture)).resized(scale, scale).drawn((side, side))
+        expected = np.concatenate([low, high]) * scale
+        errors.append(boxes_around(drawn)[0].numpy() - expected)
+        areas.append(float(drawn.sum()) / (scale**2 * np.prod(high - low)))
+    assert abs(np.mean(errors, axis=0)).max() < 0.06
+    assert np.mean(areas) == pytest.approx(1, abs=0.01)
 
 
 def test_images_without_objects_go_through_everything():

@@ -17,6 +17,7 @@ from small_detectors import (
     transformers_labels,
     wake,
 )
+from torch.nn.functional import interpolate
 from transformers import RfDetrForInstanceSegmentation, RfDetrImageProcessor
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrInstanceSegmentationOutput
 
@@ -24,7 +25,7 @@ from toolkit.base.batch import normalize_images
 from toolkit.base.seeding import seed_images
 from toolkit.detectors.detr.options import RfDetrOptions
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
-from toolkit.models import build_detector
+from toolkit.models import build_detector, pasted_masks
 from toolkit.models.start import start_detector
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.pretrained import open_pretrained
@@ -66,6 +67,33 @@ def same_points(monkeypatch):
         return points.expand(shape).clone()
 
     monkeypatch.setattr(torch, "rand", rand)
+
+
+def test_pixels_of_masks_are_those_of_all_of_the_picture_interpolated(monkeypatch):
+    """Around the cells that are inside alone, where these are few."""
+    sizes_hw = []
+
+    def noted(values, size, **options):
+        sizes_hw.append(size)
+        return interpolate(values, size=size, **options)
+
+    monkeypatch.setattr(pasted_masks, "interpolate", noted)
+    draws = torch.Generator().manual_seed(0)
+    for side_hw, size_hw in (((13, 9), (100, 71)), ((27, 31), (20, 40)), ((1, 1), (3, 2)), ((4, 24), (96, 96))):
+        masks = torch.rand(12, *side_hw, generator=draws)
+        masks[:8] *= 0.6  # few cells are inside
+        masks[0] = 0.1
+        masks[1:3] = 0.1
+        masks[1, 0, 0] = masks[2, -1, -1] = 0.9
+        masks[3] = 0.9
+        pixels = pasted_masks.masks_over_image(masks, size_hw)
+        logits = interpolate(masks.logit()[:, None], size=size_hw, mode="bilinear", align_corners=False)[:, 0]
+        assert pixels.shape == logits.shape and not pixels[0].any()
+        assert torch.equal(pixels | (logits.abs() < 1e-5), (logits > 0) | (logits.abs() < 1e-5))
+    sizes_hw.clear()
+    small = torch.zeros(5, 20, 20)
+    small[:, 4:9, 7:12] = 0.8
+    assert pasted_masks.masks_over_image(small, (500, 400)).any() and (500, 400) not in sizes_hw
 
 
 @pytest.mark.parametrize("counts", [(3, 1), (0, 4), (0, 0)])

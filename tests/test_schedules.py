@@ -2,14 +2,16 @@
 
 import json
 import math
+import random
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import MultiStepLR, StepLR
 
 from toolkit.base.errors import BadInput
-from toolkit.data.sampling import accumulation_at
-from toolkit.run.plan import StepBudget
+from toolkit.data.dataset import mixed_epochs
+from toolkit.data.sampling import EpochSampler, accumulation_at
+from toolkit.run.plan import Plan, StepBudget
 from toolkit.run.settings import ScheduleConfig
 from toolkit.step.schedules import (
     SCHEDULES,
@@ -166,14 +168,20 @@ def test_times():
     assert accumulation_at(0, 4, after_epoch=0) == 4, "from the start on"
 
 
-def followed(budget: StepBudget, seconds: float) -> list[tuple[int, int]]:
-    """Adds steps of so many seconds to the end of the plan; the plans as (steps made, steps planned)."""
+def followed(budget: StepBudget, seconds, resume_at=lambda step: False) -> list[tuple[int, int]]:
+    """Adds steps of `seconds(step, elapsed_s)` to the end of the plan; the plans as (steps made, steps planned).
+
+    Where `resume_at` says so, the run is killed and resumed.
+    """
     plans = []
     while budget.total_steps is None or budget.steps < budget.total_steps:
-        budget.add(seconds)
-        if (planned := budget.propose()) is not None:
+        budget.add(seconds(budget.steps, budget.elapsed_s))
+        planned = budget.propose()
+        if planned is not None:
             budget.fix(planned)
             plans.append((budget.steps, planned))
+        if resume_at(budget.steps):
+            budget.load_state_dict(again(budget).state_dict())
     return plans
 
 
@@ -184,50 +192,138 @@ def again(budget: StepBudget) -> StepBudget:
     return resumed
 
 
-def train(budget: StepBudget, speed, restart_every: int = 10**9) -> float:
-    """Steps of `speed(step)` seconds, to the end of the plan; killed and resumed in between. The seconds it took."""
-    seconds = 0.0
-    while budget.total_steps is None or budget.steps_made < budget.total_steps:
-        budget.steps_made += 1
-        seconds += speed(budget.steps_made)
-        if not budget.settled:
-            budget.add(speed(budget.steps_made))
-            if (planned := budget.propose()) is not None:
-                budget.fix(planned)
-        if budget.steps_made % restart_every == 0:
-            made, budget = budget.steps_made, again(budget)
-            budget.steps_made = made
-    return seconds
+def slower(times: float, begin: float, end: float = math.inf):
+    """Steps of 0.2 s, so many times slower between these shares of 285 s."""
+    return lambda step, elapsed_s: 0.2 * (times if 285 * begin < elapsed_s < 285 * end else 1)
 
 
-@pytest.mark.parametrize("restart_every", [7, 10**9])
-@pytest.mark.parametrize(("speed", "least_s"), [
-    (lambda step: 0.5, 599),
-    (lambda step: 2.0 if step < 40 else 0.5, 560),  # slow at the start alone: once planned, it would end after 202 s
-    (lambda step: 0.5 if step < 40 else 2.0, 560),  # a neighbour came: it would take 2,302 s
-    (lambda step: 0.5 * (1 + step % 3), 560),
+def stalls(stall_s: float, *shares: float):
+    """Steps of 0.2 s, and single ones of `stall_s` at these shares of 285 s."""
+    return lambda step, elapsed_s: stall_s if any(0 <= elapsed_s - 285 * at < 0.2 for at in shares) else 0.2
+
+
+def noise(step: int, elapsed_s: float) -> float:
+    return 0.2 * random.Random(step).uniform(0.5, 1.5)
+
+
+def heavy_tail(step: int, elapsed_s: float) -> float:
+    return 0.1 * random.Random(step).paretovariate(1.3)
+
+
+@pytest.mark.parametrize(("seconds", "least_steps"), [
+    (lambda step, elapsed_s: 0.2, 1424),
+    (noise, 1424),
+    (slower(5, 0.501), 855),  # as many as fit: 714 in the first half, 142 in the other
+    (slower(5, 0.75), 1139),
+    (slower(2, 0.501), 1068),
+    (slower(10, 0.501), 784),
+    (slower(2, 0.25), 889),
+    (slower(5, 0.25), 569),
+    (slower(0.2, 0.501), 1424),  # faster: the ceiling stands
+    (slower(3, 0, 0.2), 1233),
+    (slower(5, 0.48, 0.5), 1351),
+    (slower(5, 0.6, 0.65), 1364),
+    (slower(5, 0.55, 0.99), 915),
+    (slower(20, 0.95), 1356),
+    (slower(100, 0.99), 1411),
+    (stalls(60, 0.7), 1124),
+    (stalls(60, 0.3), 1124),
+    (stalls(20, 0.6, 0.75, 0.9), 1124),
+    (stalls(12, 0.95), 1360),
+    (lambda step, elapsed_s: 2.0 if step % 10 == 9 else 0.2, 749),
+    (lambda step, elapsed_s: 0.2 * (4 if elapsed_s % 60 > 30 else 1), 912),
+    (lambda step, elapsed_s: 0.1 + elapsed_s / 285, 680),
+    (heavy_tail, 815),
+    (lambda step, elapsed_s: 40.0, 7),
+    (lambda step, elapsed_s: 500.0, 1),
 ])  # fmt: skip
-def test_minutes_are_kept_when_the_speed_changes(speed, least_s, restart_every):
-    budget = StepBudget(max_minutes=10.0)
-    budget.steps_made = 0
-    assert least_s <= train(budget, speed, restart_every) <= 640
+def test_minutes_are_kept_whatever_the_machine_does(seconds, least_steps):
+    budget = StepBudget(max_minutes=4.75)
+    plans = followed(budget, seconds)
+    longest_step_s = seconds(budget.steps - 1, budget.elapsed_s - 1e-6)
+    assert budget.elapsed_s <= 1.02 * 285 + longest_step_s
+    assert budget.steps >= least_steps
+    ceiling = next(planned for step, planned in plans if step == budget.settled_steps)
+    assert max(planned for step, planned in plans if step >= budget.settled_steps) == ceiling == budget.ceiling_steps
+    for resume_at in (lambda step: True, lambda step: step % 7 == 0):
+        resumed = StepBudget(max_minutes=4.75)
+        assert followed(resumed, seconds, resume_at) == plans
+        assert resumed.state_dict() == budget.state_dict()
 
 
-def test_the_plan_of_half_of_the_minutes_stands():
+def test_a_budget_of_before_there_was_a_ceiling_goes_on_with_its_final_plan():
+    saved = {"total_steps": 120, "steps": 70, "elapsed_s": 35.0, "measured_s": [], "planned_steps": 60,
+             "planned_s": 30.0, "begun_steps": 0, "begun_s": 0.0, "settled": True}  # fmt: skip
+    resumed = StepBudget(max_minutes=1.0)
+    resumed.load_state_dict(saved)
+    assert (resumed.ceiling_steps, resumed.settled_steps) == (120, 60)
+    followed(resumed, lambda step, elapsed_s: 1.0)
+    assert resumed.steps == 95 and resumed.elapsed_s == 60.0
+
+
+def test_other_minutes_count_until_the_ceiling_rests_on_those_of_before():
     budget = StepBudget(max_minutes=1.0)
-    followed(budget, 0.5)
-    assert budget.settled and budget.planned_steps == 60 and budget.total_steps == 120
-    assert again(budget).settled and again(budget).total_steps == 120 and again(budget).propose() is None
+    for step in range(70):
+        budget.add(0.5)
+        planned = budget.propose()
+        if planned is not None:
+            budget.fix(planned)
+        resumed = StepBudget(max_minutes=9.0)
+        resumed.load_state_dict(budget.state_dict())
+        assert resumed.max_minutes == (1.0 if step >= 59 else 9.0)
+
+
+@pytest.mark.parametrize("seconds", [slower(2, 0.9), slower(5, 0.6, 0.65), stalls(20, 0.6, 0.9), noise])
+def test_whether_an_epoch_is_mixed_does_not_change_inside_of_it(seconds):
+    """So that a run that is resumed there, and looks at the plan again, decides the same."""
+    schedule = Schedule(optimizer(1.0), "cosine", 5000)
+    plan = Plan(EpochSampler(100, 2), schedule, 5000, steps_per_epoch=50, plain_epochs=0.3)
+    plan.budget = StepBudget(max_minutes=4.75)
+    step = 0
+    decisions = {}
+    while step < plan.total_steps:
+        mixed = mixed_epochs(plan.plain_epochs, plan.ceiling_steps, 50, plan.epochs_are_fixed_at)
+        epoch = step // 50
+        decisions.setdefault(epoch, set()).add(epoch < mixed)
+        elapsed_s = plan.budget.elapsed_s
+        step += 1
+        plan.note_step(step, seconds(step, elapsed_s))
+    assert set(map(len, decisions.values())) == {1}
+    assert decisions[0] == {True} and decisions[max(decisions)] == {False}
+    assert plan.limit == "run.max_minutes" and plan.budget.elapsed_s < 290
+
+
+@pytest.mark.parametrize(("batch_size", "minutes"), [(2, 4.75), (2, None), (2, 99.0), (1, 4.75), (4, None)])
+def test_a_resumed_run_of_other_batches_or_minutes_ends_in_time(batch_size, minutes):
+    """It is resumed after two thirds of the minutes; steps then take twice as long for each image."""
+    plans = []
+    for size, max_minutes in ((2, 4.75), (batch_size, minutes)):
+        budget = None if max_minutes is None else StepBudget(max_minutes)
+        schedule = Schedule(optimizer(1.0), "cosine", 10000 // size)
+        plans.append(Plan(EpochSampler(100, size), schedule, 10000 // size, budget=budget, steps_per_epoch=100 // size))
+    before, plan = plans
+    for step in range(1, 951):
+        before.note_step(step, 0.2)
+    before.sampler.set_epoch(19)
+    plan.sampler.set_epoch(19)
+    plan.resume(json.loads(json.dumps(before.state_dict())), before.sampler.state_dict(), 950, keep_schedule=True)
+    step = 950
+    while step < plan.total_steps:
+        step += 1
+        plan.note_step(step, 0.2 * batch_size)
+    assert plan.budget.elapsed_s == pytest.approx(285, abs=0.8)
+    assert plan.limit == "run.max_minutes"
 
 
 def test_minutes_of_a_run_that_is_extended_are_those_of_the_whole_run():
     budget = StepBudget(max_minutes=1.0)
-    followed(budget, 0.5)
+    followed(budget, lambda step, elapsed_s: 0.5)
     assert budget.elapsed_s == 60 and budget.is_used_up, "those after the last plan count too"
     longer = StepBudget(max_minutes=3.0)
     longer.count_on(120, budget.state_dict())
-    assert followed(longer, 2.0) == [(120 + 12, 180), (120 + 24, 180), (120 + 30, 180)], "by the speed of now"
-    assert not longer.propose() and longer.elapsed_s == 180
+    plans = followed(longer, lambda step, elapsed_s: 2.0)
+    assert plans[:3] == [(120 + 12, 180), (120 + 24, 180), (120 + 30, 180)], "by the speed of now"
+    assert longer.steps == 180 and longer.elapsed_s == 180
     anew = StepBudget(max_minutes=0.5)
     anew.count_on(120, None)  # of a run that had no limit of minutes
     assert not anew.is_used_up

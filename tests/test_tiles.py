@@ -16,6 +16,7 @@ from PIL import Image
 from processes import run_on_ranks
 from report_data import table_of
 
+from toolkit.base import progress
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
@@ -104,6 +105,16 @@ def test_every_object_is_found_once_wherever_tiles_end(seed, off):
     assert torch.equal(found["labels"][overlaps.long().argmax(1)], expected["labels"])
 
 
+def test_long_work_in_tiles_says_how_far_it_is(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    image = scene(500, 640, 60, 0, side=24)
+    tiled(oracle(), 128, overlap=0.25, batch_size=10).predict([image, image[:, :100, :100]], 0)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "2 images in tiles: 10 of 36 tiles" and said[-1] == "2 images in tiles: 36 of 36 tiles"
+    judged_scenes(tmp_path)
+    assert "evaluation: 2 of 10 batches of windows" in capsys.readouterr().err
+
+
 def test_tiles_have_the_aspect_of_the_images_that_the_detector_was_trained_on():
     assert tile_hw(640, None) == tile_hw(640, {"shortest_edge": 800, "longest_edge": 1333}) == (640, 640)
     assert tile_hw(640, {"height": 384, "width": 640}) == (384, 640)
@@ -145,6 +156,28 @@ def test_classes_do_not_suppress_each_other_and_no_guess_takes_a_part_away_that_
     for score, left in ((0.01, [0.9, 0.01]), (0.5, [0.5])):
         kept = merged([part(30, 0.9), part(60, score)], 0.5, torch.tensor([True, False]))
         assert kept["scores"].tolist() == pytest.approx(left)
+
+
+@pytest.mark.parametrize(("right", "scores", "is_other_cut", "expected"), [
+    (30.1, (0.9, 0.3), True, 0),  # the same cut object, seen a little wider by a detector that is not sure
+    (30.1, (0.9, 0.8), True, 0),
+    (30.1, (0.3, 0.9), True, 1),
+    (30.1, (0.9, 0.3), False, 0),  # it ends near a border, and is as whole as the other
+    (45.0, (0.9, 0.3), True, 0),
+    (45.0, (0.9, 0.6), True, 1),  # it shows more of the object, and is nearly as sure
+    (45.0, (0.9, 0.3), False, 1),  # all of the object
+    (45.0, (0.9, 0.2), False, 0),  # a guess
+])  # fmt: skip
+def test_of_two_boxes_of_a_cut_object_the_score_decides_unless_the_larger_one_is_nearly_as_sure(
+    right, scores, is_other_cut, expected
+):
+    boxes = torch.tensor([[0.0, 0.0, 30.0, 40.0], [0.0, 0.0, right, 40.0]])
+    labels = torch.zeros(2, dtype=torch.int64)
+    for order in ([0, 1], [1, 0]):
+        part = {"boxes": boxes[order], "scores": torch.tensor(scores)[order], "labels": labels}
+        cut = torch.tensor([True, is_other_cut])[order]
+        kept = merged([part], 0.5, cut)
+        assert kept["boxes"].tolist() == [boxes[expected].tolist()]
 
 
 class Finder(Detector):

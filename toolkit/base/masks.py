@@ -17,6 +17,7 @@ NONE = -1  # number of rings in the stored form: the object has no mask
 RUNS = -2  # of a mask that is run lengths
 CHECKSUM_BYTES = 4  # of the masks of an image
 
+BORDER_EPS = 1e-6  # distance in pixels from which on a point is not on the border of a pixel; above what rounding makes
 MASKS_AT_ONCE = 255  # with more of them, pycocotools' `area` fails (OverflowError)
 
 Size = tuple[int, int]  # height, width in pixels
@@ -156,7 +157,7 @@ def _draw_runs(runs: Rle, scale: np.ndarray, shift: np.ndarray, canvas: np.ndarr
     box = np.array([[x, y], [x + width, y + height]])
     part, corner = _part_around(box * scale + shift, canvas)
     if part.size:
-        part[:] = _moved_pixels(bitmap(runs, runs.size_hw), scale, shift - corner, part.shape)
+        part[:] = _moved_pixels(bitmap(runs, runs.size_hw), scale, shift, corner, part.shape)
 
 
 def _part_around(points: np.ndarray, canvas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -166,12 +167,23 @@ def _part_around(points: np.ndarray, canvas: np.ndarray) -> tuple[np.ndarray, np
     return canvas[top:bottom, left:right], np.array([left, top])
 
 
-def _moved_pixels(pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, size_hw: Size) -> np.ndarray:
-    """Return pixels (h, w) moved by scale and shift into an image of `size_hw`; the nearest pixel counts."""
+def _moved_pixels(
+    pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, corner: np.ndarray, size_hw: Size
+) -> np.ndarray:
+    """Return the part of an image that has this corner (x, y) and size, with pixels (h, w) moved into the image by
+    scale and shift; the nearest pixel counts.
+
+    Of two that are as near, such as all at half the size, the left and the right one count in turn: if it was always
+    the same one, the mask would be moved by a quarter of a pixel.
+    """
     sources = []
     for axis, length in ((1, size_hw[0]), (0, size_hw[1])):  # rows, which are y, and columns
-        centres = np.arange(length) + 0.5
-        sources.append(np.floor((centres - shift[axis]) / scale[axis]).astype(int))
+        places = corner[axis] + np.arange(length)
+        points = (places + 0.5 - shift[axis]) / scale[axis]
+        borders = np.rint(points)
+        on_border = abs(points - borders) < BORDER_EPS
+        nearest = np.where(on_border, borders - places % 2, np.floor(points))
+        sources.append(nearest.astype(int))
     moved = np.zeros(size_hw, np.uint8)
     inside = []
     for source, length in zip(sources, pixels.shape, strict=True):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 
-from toolkit.base.masks import Rle, Shape, bitmap, rle, rles_of
+from toolkit.base.masks import Masks, Rle, Shape, rle, rles_of
 from toolkit.base.text import JOINERS, escaped, shown
 
 # Okabe & Ito (2008), distinct with every kind of colour vision; without black, plus three of Tol's.
@@ -325,10 +325,10 @@ def draw_marks(
 
 def _draw_mask(picture: Image.Image, mark: Mark, scale: float, corner: tuple[float, float]) -> None:
     """Lay the colour of a mark over the pixels of its mask, with a line along its border."""
-    pixels = Image.fromarray(255 * bitmap(mark.mask, mark.mask.size_hw))
     left, top = corner
-    part = (left, top, left + picture.width / scale, top + picture.height / scale)
-    shown = pixels.transform(picture.size, Image.Transform.EXTENT, part, Image.Resampling.NEAREST)
+    moved = Masks.of([mark.mask]).moved(-left, -top).resized(scale, scale)
+    pixels = moved.drawn((picture.height, picture.width))[0]
+    shown = Image.fromarray(255 * pixels.numpy())
     if not mark.dashed:
         picture.paste(mark.colour, mask=shown.point(lambda value: round(value * MASK_OPACITY)))
     inner = shown.filter(ImageFilter.MinFilter(3))

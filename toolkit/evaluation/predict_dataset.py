@@ -5,17 +5,18 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import length_hint
 from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from toolkit.base.batch import Batch, dicts_to_host, on_host
 from toolkit.base.distributed import agree_max, gather_by_image, gather_objects, stack_scalars, world
 from toolkit.base.masks import Rle, rles_of
 from toolkit.base.memory import EVALUATION_NEEDS_LESS, naming_the_batch
+from toolkit.base.progress import ShownProgress
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 
@@ -57,6 +58,7 @@ def predict_dataset(
     score_threshold: float = 0.0,
     top_k: int = 100,
     description: str = "evaluation",
+    units: str = "batches",
     say: Callable[[str], object] | None = None,
 ) -> Predictions:
     """Run a detector over a dataset, in float32 whatever its training precision is.
@@ -70,7 +72,7 @@ def predict_dataset(
         stop: called after each batch; a number above 0 on any rank ends the evaluation on all ranks.
         score_threshold, top_k: the lowest score, and the largest number of detections of an image, for `postprocess` of
             the detector.
-        description: of the progress bar and the warning.
+        description, units: of the progress bar; the first also of the warning.
         say: called after the first batch with a warning, if the predictions will need much memory, see `memory_needed`.
 
     Raises:
@@ -83,8 +85,9 @@ def predict_dataset(
     items = deque()
     sums = LossSums(detector)
     times = []
-    with eval_mode(detector), in_float32(detector, device):
-        for batch in tqdm(loader, desc=description, leave=False, delay=2, disable=_no_bar()):
+    progress = ShownProgress(description, length_hint(loader) or None, units, is_shown=world()[0] == 0)
+    with eval_mode(detector), in_float32(detector, device), progress:
+        for batch in loader:
             if len(batch.targets):
                 with naming_the_batch(lambda under_way=batch: [under_way], EVALUATION_NEEDS_LESS):
                     moved = batch.to(device, non_blocking=True)
@@ -103,6 +106,7 @@ def predict_dataset(
                 if is_first and say is not None:
                     images = len(loader) * len(batch.targets) * world()[1]
                     _warn_of_memory(say, description, items, images)
+            progress.add()
             interrupted = agree_max(stop())
             if interrupted:
                 return Predictions({}, {}, interrupted)
@@ -246,8 +250,3 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     for name, value in losses.items():
         numbers[f"{name}_unscaled"] = value
     return {**numbers, **metrics}
-
-
-def _no_bar() -> bool | None:
-    """Return whether to hide the bar; None lets tqdm show it on a terminal only."""
-    return None if world()[0] == 0 else True

@@ -11,6 +11,8 @@ from toolkit.models.nms import nms_by_label
 NMS_IOU = 0.5  # boxes of a class that overlap more are one
 MIN_CONTAINED_SHARE = 0.8  # share of a box inside another one of its class from which it counts as a part of that
 MIN_SCORE_RATIO = 0.25  # of such another box to the box: a weak box does not remove a good part
+MIN_CUT_SCORE_RATIO = 0.5  # the same where the other box is cut too and both overlap so much that they are one
+SAME_BOX_IOU = 0.9  # two boxes that overlap more have the same sides; the score decides between them
 BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
 
@@ -23,7 +25,8 @@ def join_windows(
 ) -> dict[str, Tensor]:
     """Join the detections in the windows of a picture, best first, by non-maximum suppression class by class.
 
-    A box that a border between windows cuts is dropped where another one of its class has most of it.
+    A box that a border between windows cuts is dropped where another one of its class, which is not much less sure, has
+    most of it.
 
     Args:
         parts: of each window, on the CPU: `boxes (K, 4)` xyxy in pixels of the window, `scores (K,)`, `labels (K,)`.
@@ -57,16 +60,17 @@ def merged(parts: Sequence[Mapping[str, Tensor]], nms_iou: float, cut: Tensor | 
     """
     joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
     if cut is not None and cut.any():
-        keep = ~(cut & _inside_another(joined, cut))
+        keep = ~(cut & _inside_another(joined, cut, nms_iou))
         joined = {key: value[keep] for key, value in joined.items()}
     kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
     return {key: value[kept] for key, value in joined.items()}
 
 
-def _inside_another(detections: Mapping[str, Tensor], cut: Tensor) -> Tensor:
+def _inside_another(detections: Mapping[str, Tensor], cut: Tensor, nms_iou: float) -> Tensor:
     """Return (K,) bool, true for a cut box if another one of its class contains `MIN_CONTAINED_SHARE` of it, is whole
-    or larger, and has at least `MIN_SCORE_RATIO` of its score. Works class by class, since all pairs of the detections
-    in a hundred tiles would take gigabytes."""
+    or larger, is not the same box, and is not much less sure: has at least `MIN_SCORE_RATIO` of its score, or
+    `MIN_CUT_SCORE_RATIO` if it is cut too and suppression would take them for one. Works class by class, since all
+    pairs of the detections in a hundred tiles would take gigabytes."""
     boxes = detections["boxes"]
     scores = detections["scores"]
     inside = torch.zeros_like(cut)
@@ -80,8 +84,10 @@ def _inside_another(detections: Mapping[str, Tensor], cut: Tensor) -> Tensor:
         shared = (high - low).clamp(min=0).prod(-1)  # (parts, others)
         is_contained = shared >= MIN_CONTAINED_SHARE * area[parts, None]
         is_whole = ~cut[None, others] | (area[None, others] > area[parts, None])
-        is_as_sure = scores[None, others] >= MIN_SCORE_RATIO * scores[parts, None]
-        is_another = parts[:, None] != others
+        iou = shared / (area[parts, None] + area[None, others] - shared)
+        least_ratio = torch.where(cut[None, others] & (iou > nms_iou), MIN_CUT_SCORE_RATIO, MIN_SCORE_RATIO)
+        is_as_sure = scores[None, others] >= least_ratio * scores[parts, None]
+        is_another = (parts[:, None] != others) & (iou <= SAME_BOX_IOU)
         inside[parts] = (is_contained & is_whole & is_as_sure & is_another).any(1)
     return inside
 

@@ -7,6 +7,7 @@ from torch.nn.functional import interpolate, pad
 
 INSIDE = 0.5  # probability above which a pixel belongs to a mask in a box, as in torchvision's reference programs
 LOGIT_EPS = 2.0**-24  # the smallest distance of a float32 probability from 1
+MAX_PART = 0.3  # of a picture: a larger part takes longer as products of matrices than all of it by `interpolate`
 
 
 def masks_in_boxes(masks: Tensor, boxes_xyxy: Tensor, size_hw: tuple[int, int]) -> Tensor:
@@ -45,10 +46,46 @@ def masks_over_image(masks: Tensor, size_hw: tuple[int, int]) -> Tensor:
     """Return the pixels (K, H, W) bool of masks in a picture of this height and width, as transformers'
     `post_process_instance_segmentation`: logits are interpolated and cut at 0.
 
+    Only the pixels around cells above one half are interpolated, since no others can be inside. A pixel whose logit is
+    0 but for rounding may be inside here and outside there.
+
     masks: (K, h, w) probabilities on the CPU.
     """
     pixels = torch.zeros(len(masks), *size_hw, dtype=torch.bool)
-    for row, mask in enumerate(masks.logit(eps=LOGIT_EPS)):  # one by one, for less memory
-        resized = interpolate(mask[None, None], size=size_hw, mode="bilinear", align_corners=False)
-        pixels[row] = resized[0, 0] > 0
+    row_weights = _weights(masks.shape[1], size_hw[0])
+    column_weights = _weights(masks.shape[2], size_hw[1])
+    for row, logits in enumerate(masks.logit(eps=LOGIT_EPS)):  # one by one, for less memory
+        is_inside = logits > 0
+        if not is_inside.any():
+            continue
+        cell_rows, pixel_rows = _around(is_inside.any(1), row_weights)
+        cell_columns, pixel_columns = _around(is_inside.any(0), column_weights)
+        part = pixels[row, pixel_rows, pixel_columns]
+        if part.numel() > MAX_PART * pixels[row].numel():
+            resized = interpolate(logits[None, None], size=size_hw, mode="bilinear", align_corners=False)[0, 0]
+            part[:] = resized[pixel_rows, pixel_columns] > 0
+        else:
+            down = row_weights[pixel_rows, cell_rows]
+            across = column_weights[pixel_columns, cell_columns]
+            part[:] = down @ logits[cell_rows, cell_columns].double() @ across.T > 0
     return pixels
+
+
+def _weights(cells: int, length: int) -> Tensor:
+    """Return the weights (length, cells) float64 of cells in pixels along an axis, those of `interpolate`."""
+    each = torch.eye(cells)[None]
+    return interpolate(each, size=length, mode="linear", align_corners=False)[0].T.double()
+
+
+def _around(is_inside: Tensor, weights: Tensor) -> tuple[slice, slice]:
+    """Return the cells from the first to the last that are inside, and one more on each side, along an axis; and the
+    pixels on which those inside have a weight.
+
+    is_inside: (cells,) bool, at least one is true. weights: (length, cells).
+    """
+    places = is_inside.nonzero()[:, 0].tolist()
+    first, last = places[0], places[-1]
+    touched = (weights[:, first : last + 1] > 0).any(1).nonzero()[:, 0].tolist()
+    cells = slice(max(first - 1, 0), last + 2)
+    pixels = slice(touched[0], touched[-1] + 1) if touched else slice(0, 0)
+    return cells, pixels

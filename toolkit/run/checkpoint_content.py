@@ -76,8 +76,9 @@ _SCHEDULE = Keys({}, {
     "clock": Each(list, NUMBER, 3), "decays": COUNT, "best": OrNull(NUMBER), "bad": COUNT, "cooling": COUNT,
 })  # fmt: skip
 _BUDGET = Keys({}, {
-    **dict.fromkeys(("total_steps", "planned_steps"), OrNull(COUNT)),
+    **dict.fromkeys(("total_steps", "planned_steps", "ceiling_steps"), OrNull(COUNT)),
     **dict.fromkeys(("steps", "begun_steps"), OrNull(COUNT)),
+    **{"max_minutes": FACTOR, "slowest_s": DURATION, "settled_steps": COUNT},
     **dict.fromkeys(("elapsed_s", "planned_s", "begun_s"), OrNull(DURATION)),
     "measured_s": Each(list, DURATION), "settled": TRUTH,
 })  # fmt: skip

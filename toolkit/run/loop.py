@@ -47,7 +47,7 @@ def _prepare_epoch(t: Any) -> None:
     if isinstance(dataset, MixedDataset) and dataset.has_plain_epochs:
         # said before the workers are asked for images of this epoch
         per_epoch = -(-len(t.sampler) // plan.accumulation_steps)
-        dataset.plan(plan.plain_epochs, plan.total_steps + plan.recut, per_epoch, plan.epochs_are_fixed_at)
+        dataset.plan(plan.plain_epochs, plan.ceiling_steps + plan.recut, per_epoch, plan.epochs_are_fixed_at)
     for note in plan.take_up_accumulation(t.step):
         t.log.say(note)
     t.check.same_optimizer(t.optimizer)
@@ -128,6 +128,8 @@ def note_step(t: Any, window: TrainingWindow) -> None:
     noted = _noted(t, window)
     row = training_row(window.reduced, window.totals, t.optimizer.param_groups, noted)
     epoch = t.sampler.epoch
+    notes = t.plan.note_step(t.step, window.totals["time_s"])  # before the row, which names the length
+    t.log.set_total_steps(t.plan.total_steps, notes)
     t.log.log_step(
         t.step,
         t.plan.total_steps,
@@ -138,9 +140,6 @@ def note_step(t: Any, window: TrainingWindow) -> None:
         ends_epoch=t.epoch_is_over,
         seconds_left=t.plan.seconds_left,
     )
-    notes = t.plan.note_step(t.step, window.totals["time_s"])
-    if notes:
-        t.log.set_total_steps(t.plan.total_steps, notes)
     if t.epoch_is_over or t.step >= t.plan.total_steps:
         t.log.log_epoch(t.step, epoch)
     warning = t.plan.check_own_rates()

@@ -17,15 +17,27 @@ every update (docs/change_the_loop.md, recipe 12), or change group["initial_lr"]
 OWN_RATES = f"warning: the learning rates that the loop set for an update were gone at the next two. {_REMEDY}"
 LATE_RATES = f"warning: the learning rates that the loop set after an update are gone at the next one. {_REMEDY}"
 
+# A plan of the second half of the minutes is corrected at once if it would miss its end by more than this share of the
+# time that is left, at the speed of at least so many steps.
+MAX_MISSED_SHARE = 0.25
+MIN_MEASURED_STEPS = 10
+MIN_TOLD_CHANGE = 0.01  # of the length, as a share; the console shows each length beside the step anyway
+
 
 class StepBudget:
-    """Plans a number of steps that fits into a number of minutes.
+    """Plans a number of steps that fits into a number of minutes, and keeps to the minutes if the speed changes.
 
     The first plan is made from the speed of the first steps. It is corrected each time the number of steps has doubled
-    since the last plan, and for the last time when half of the minutes have passed.
+    since the last plan, until half of the minutes have passed. The plan made then is the ceiling: no later plan is
+    longer, so that what has to be known in advance can rest on it. From there on, the plan is corrected
 
-    In this way everything that depends on the length of training is a function of the step. Every rank must make the
-    same calls, with seconds that are reduced over the ranks:
+    - each time half of the time that was left at the last plan has passed, and at the end of a plan;
+    - at once if, at the speed since the last plan, its end would be missed by a quarter of the time that is left.
+
+    When the minutes are used up, training ends with that step. So it takes the minutes and one step at most.
+
+    In this way everything that depends on the length of training is a function of the steps and their seconds. Every
+    rank must make the same calls, with seconds that are reduced over the ranks:
 
         budget.add(step_s)                                      # seconds of training only
         if (total_steps := budget.propose()) is not None:
@@ -36,10 +48,20 @@ class StepBudget:
         skip_steps: number of first steps whose speed is not measured (compilation, caches); their time is counted.
         measure_steps: number of steps that the first plan measures; fewer if a fifth of the minutes is used before. The
             slowest tenth and the fastest tenth are left out of the mean, so that one slow step does not count. A
-            correction uses the mean of all steps since the previous plan, and so forgets a slow start.
+            correction uses the mean of all steps since the previous plan except the slowest, and so forgets a slow
+            start, and a single stall.
+
+    Attributes:
+        total_steps: number of steps of the newest plan; None: there is none yet.
+        settled: whether half of the minutes have passed, so that the ceiling is known.
+        ceiling_steps: the ceiling; None: it is not known yet.
+        settled_steps: the step at which the ceiling became known.
     """
 
-    _STATE = "total_steps steps elapsed_s measured_s planned_steps planned_s begun_steps begun_s settled".split()
+    _STATE = (
+        "max_minutes total_steps steps elapsed_s measured_s slowest_s planned_steps planned_s begun_steps begun_s "
+        "settled ceiling_steps settled_steps"
+    ).split()
 
     def __init__(self, max_minutes: float, skip_steps: int = 3, measure_steps: int = 20):
         self.max_minutes = max_minutes
@@ -49,44 +71,59 @@ class StepBudget:
         self.steps = 0
         self.elapsed_s = 0.0
         self.measured_s: list[float] = []  # before the first plan
-        # Steps and seconds at the newest plan.
+        # Steps and seconds at the newest plan, and the seconds of the slowest step since.
         self.planned_steps = 0
         self.planned_s = 0.0
+        self.slowest_s = 0.0
         # Steps and seconds of a run that ended before and is now extended.
         self.begun_steps = 0
         self.begun_s = 0.0
-        self.settled = False  # whether the plan is final
+        self.settled = False
+        self.ceiling_steps: int | None = None
+        self.settled_steps = 0
 
     def add(self, step_s: float) -> None:
         """Count a step that took `step_s` seconds."""
         self.steps += 1
         self.elapsed_s += step_s
+        self.slowest_s = max(self.slowest_s, step_s)
         if self.steps - self.begun_steps > self.skip_steps and self.total_steps is None:
             self.measured_s.append(step_s)
 
     def propose(self) -> int | None:
         """Return the number of steps of the whole run that fit into the minutes; None if no new plan is due."""
-        if self.settled:
-            return None
         if self.total_steps is None:
             step_s = self._first_speed()
-        elif self._used >= 0.5 or self.steps - self.begun_steps >= 2 * (self.planned_steps - self.begun_steps):
-            step_s = (self.elapsed_s - self.planned_s) / (self.steps - self.planned_steps)
-        else:
+            return None if step_s is None else self._steps_at(step_s)
+        if self.steps == self.planned_steps:
             return None
-        left_s = 60.0 * self.max_minutes - self.elapsed_s
-        return None if step_s is None else self.steps + max(0, int(left_s / step_s))
+        step_s = self._speed()
+        if not self.settled:
+            has_doubled = self.steps - self.begun_steps >= 2 * (self.planned_steps - self.begun_steps)
+            return self._steps_at(step_s) if has_doubled or self._used >= 0.5 else None
+        if self.is_used_up:
+            return self.steps
+        return min(self._steps_at(step_s), self.ceiling_steps) if self._is_correction_due(step_s) else None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that are left of the minutes."""
+        return max(0.0, 60.0 * self.max_minutes - self.elapsed_s)
 
     @property
     def is_used_up(self) -> bool:
         """Whether the minutes are used up."""
-        return self.elapsed_s >= 60.0 * self.max_minutes
+        return self.seconds_left <= 0
 
     @property
     def _used(self) -> float:
         """The used share of the minutes; the time of an earlier run that this one extends is left out of both."""
         budget_s = 60.0 * self.max_minutes - self.begun_s
         return (self.elapsed_s - self.begun_s) / budget_s if budget_s > 0 else math.inf
+
+    def _steps_at(self, step_s: float) -> int:
+        """Return the number of steps of the whole run if each further one takes `step_s` seconds."""
+        return self.steps + int(self.seconds_left / step_s)
 
     def _first_speed(self) -> float | None:
         """Return the seconds of a typical step; None while there are too few measurements."""
@@ -99,13 +136,46 @@ class StepBudget:
         typical = sorted(self.measured_s)[outside : measured - outside]
         return sum(typical) / len(typical)
 
+    def _speed(self) -> float:
+        """Return the mean seconds of the steps since the newest plan; the slowest is left out if it is not alone."""
+        steps = self.steps - self.planned_steps
+        since_s = self.elapsed_s - self.planned_s
+        return since_s if steps == 1 else (since_s - self.slowest_s) / (steps - 1)
+
+    def _is_correction_due(self, step_s: float) -> bool:
+        """Return whether the settled plan is to be corrected. step_s: result of `_speed`."""
+        steps = self.steps - self.planned_steps
+        since_s = self.elapsed_s - self.planned_s
+        if since_s >= self.seconds_left or self.steps >= self.total_steps:
+            return True
+        surplus_s = self.seconds_left - (self.total_steps - self.steps) * step_s
+        can_follow = surplus_s < 0 or self.total_steps < self.ceiling_steps
+        return can_follow and steps >= MIN_MEASURED_STEPS and abs(surplus_s) > MAX_MISSED_SHARE * self.seconds_left
+
     def fix(self, total_steps: int) -> None:
-        """Make `total_steps` the plan; a plan made when half of the minutes have passed is final."""
+        """Make `total_steps` the plan; the first one made when half of the minutes have passed is the ceiling."""
         self.total_steps = total_steps
         self.measured_s = []
+        self._measure_anew()
+        if not self.settled and self._used >= 0.5:
+            self._settle()
+
+    def settle(self, total_steps: int) -> None:
+        """Make `total_steps` plan and ceiling; the speed of the steps before does not count any more."""
+        self.total_steps = total_steps
+        self._measure_anew()
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self.settled:
+            self.settled_steps = self.steps
+        self.settled = True
+        self.ceiling_steps = self.total_steps
+
+    def _measure_anew(self) -> None:
         self.planned_steps = self.steps
         self.planned_s = self.elapsed_s
-        self.settled = self._used >= 0.5
+        self.slowest_s = 0.0
 
     def count_on(self, step: int, earlier: Mapping | None) -> None:
         """Start a new plan for a run that goes on after `step` steps.
@@ -115,17 +185,20 @@ class StepBudget:
         self.steps = self.begun_steps = self.planned_steps = step
         self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
 
-    def settle(self, total_steps: int) -> None:
-        """Make `total_steps` the final plan, which is not corrected any more."""
-        self.total_steps = total_steps
-        self.settled = True
-
     def state_dict(self) -> dict:
         return {name: copy.copy(getattr(self, name)) for name in self._STATE}
 
     def load_state_dict(self, state: Mapping) -> None:
+        """Restore a saved budget. The minutes are the saved ones only if the ceiling, which rests on them, is known."""
+        max_minutes = self.max_minutes
         for name in self._STATE:
-            setattr(self, name, copy.copy(state[name]))
+            if name in state:
+                setattr(self, name, copy.copy(state[name]))
+        if not self.settled:
+            self.max_minutes = max_minutes
+        elif self.ceiling_steps is None:  # of a checkpoint whose plan could not change any more
+            self.ceiling_steps = self.total_steps
+            self.settled_steps = self.planned_steps
 
 
 @dataclass
@@ -172,6 +245,7 @@ class Plan:
         self._longest = self.total_steps
         self._limit_of_longest = self.limit
         self._reckoned_with = self.accumulation  # the accumulation that the length rests on
+        self._told_steps = 0  # the last length that was told
         self._warned: set[str] = set()
         # Updates since the last one whose rates the script had set itself; None: there was none.
         self._steps_without_own_rates: int | None = None
@@ -218,7 +292,7 @@ class Plan:
     @property
     def seconds_left(self) -> float:
         """Seconds left of `run.max_minutes`; infinity if the run is not limited to a number of minutes."""
-        return math.inf if self.budget is None else max(0.0, 60.0 * self.budget.max_minutes - self.budget.elapsed_s)
+        return math.inf if self.budget is None else self.budget.seconds_left
 
     # ---- length ------------------------------------------------------------------------------------------------------
 
@@ -235,9 +309,12 @@ class Plan:
         planned = self.budget.propose()
         if planned is None:
             return []
+        longest = max(step, self._longest - self.recut)
+        if not self.budget.settled:
+            planned = min(planned, longest)
         self.budget.fix(planned)
-        self.limit = "run.max_minutes" if planned < self._longest else self._limit_of_longest
-        return self.set_length(min(self._longest, planned), step)
+        self.limit = "run.max_minutes" if planned < longest else self._limit_of_longest
+        return self.set_length(planned, step)
 
     def set_length(self, total_steps: int, step: int) -> list[str]:
         """Set the number of steps of the whole run, after `step` updates; the rest of the schedule adapts to it."""
@@ -245,6 +322,9 @@ class Plan:
             return []
         self.total_steps = total_steps
         self.schedule.set_total(total_steps, step)
+        if self._told_steps and abs(total_steps - self._told_steps) < MIN_TOLD_CHANGE * self._told_steps:
+            return self.warnings_of_length()
+        self._told_steps = total_steps
         reason = ", as many as fit into run.max_minutes" if self.limit == "run.max_minutes" else ""
         return [f"training takes {total_steps} steps{reason}", *self.warnings_of_length()]
 
@@ -260,12 +340,18 @@ class Plan:
         return text
 
     @property
+    def ceiling_steps(self) -> int:
+        """The number of steps that the length will not exceed, once it is known; the last epochs are counted by it."""
+        is_known = self.budget is not None and self.budget.settled
+        return self.budget.ceiling_steps if is_known else self.total_steps
+
+    @property
     def epochs_are_fixed_at(self) -> int | None:
-        """The step after which the length cannot change any more; 0 if the run is not limited to a number of minutes;
-        None while the length may still change."""
+        """The step from which on `ceiling_steps` does not change; 0 if the run is not limited to a number of minutes;
+        None while it may still change."""
         if self.budget is None:
             return 0
-        return self.budget.planned_steps if self.budget.settled else None
+        return self.budget.settled_steps if self.budget.settled else None
 
     # ---- accumulation, and batches of another size -------------------------------------------------------------------
 
@@ -370,10 +456,14 @@ class Plan:
         self.schedule.load_state_dict(state["schedule"])
         self.total_steps = state["total_steps"]
         self.limit = state["limit"]
-        if state["budget"] is None:
+        saved = state["budget"]
+        if saved is None:
             self.budget = None  # the saved length does not depend on minutes
-        elif self.budget is not None:
-            self.budget.load_state_dict(state["budget"])
+            return
+        if self.budget is None and saved["settled"] and "max_minutes" in saved:
+            self.budget = StepBudget(saved["max_minutes"])  # it is too late for this command to have none
+        if self.budget is not None:
+            self.budget.load_state_dict(saved)
 
 
 def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:

@@ -22,8 +22,9 @@ def predict_pictures(
     whole pictures by their image ids: `top_k` detections of a window count, and as many of each class in a picture.
     Losses and `image_ms` are those of windows.
     """
-    predictions = predict_dataset(detector, loader, device, top_k=top_k, **options)
     windows = windows_of_loader(loader)
+    units = "batches" if windows is None else "batches of windows"
+    predictions = predict_dataset(detector, loader, device, top_k=top_k, units=units, **options)
     is_main = world()[0] == 0
     if windows is None or predictions.interrupted or not is_main:
         return predictions

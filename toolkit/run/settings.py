@@ -28,8 +28,8 @@ class RunConfig:
     """Maximum number of optimizer steps; training ends after them even if `run.epochs` would go on longer."""
     max_minutes: PositiveFloat | None = None
     """Maximum training time in minutes, excluding evaluation and saving and including the time before a resume. It is
-    converted into a number of steps from the measured speed, and corrected as the speed changes until half of the time
-    is over."""
+    converted into a number of steps from the measured speed, which is corrected as the speed changes; when half of the
+    time is over, the number can only become smaller than it is then. When the time is over, training ends."""
     log_every: PositiveInt = 10
     """Number of optimizer steps between two rows of metrics.jsonl and lines of the console; the first and the last step
     of an epoch have them too."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap
 from toolkit.base.outlines import polygons_of
+from toolkit.base.progress import ShownProgress
 from toolkit.base.text import shown
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
@@ -379,14 +379,8 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Dete
     Raises:
         BadInput: an image cannot be read.
     """
-    bar = tqdm(
-        total=len(table),
-        desc=f"evaluation of {predictor.source}",
-        delay=2,
-        leave=False,
-        disable=None,
-    )
-    with bar, ThreadPoolExecutor() as pool:
+    progress = ShownProgress(f"evaluation of {predictor.source}", len(table), "images")
+    with progress, ThreadPoolExecutor() as pool:
         for start in range(0, len(table), IMAGES_PER_CHUNK):
             rows = map(table.row, range(start, min(start + IMAGES_PER_CHUNK, len(table))))
             try:
@@ -394,7 +388,7 @@ def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Dete
             except ImageError as error:
                 raise BadInput(f"{table.name}: {error}") from error
             yield from predictor.predict(images, 0.0)
-            bar.update(len(images))
+            progress.add(len(images))
 
 
 def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:

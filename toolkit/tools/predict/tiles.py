@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
+from toolkit.base.progress import ShownProgress
 from toolkit.data.pipeline import tiling_of_run
 from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw, windows_of
 from toolkit.evaluation.predictions import Detections
@@ -111,16 +113,19 @@ def tiled_as(
     _refuse_what_cannot_be_joined(predictor, "--tile")
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
-        return [one(image, score_threshold) for image in images]
+        windows = [windows_of(image.shape[-2:], window_hw, overlap) for image in images]
+        with ShownProgress(f"{len(images)} images in tiles", sum(map(len, windows)), "tiles") as progress:
+            of_images = zip(images, windows, strict=True)
+            return [one(image, own, score_threshold, progress) for image, own in of_images]
 
-    def one(image: Tensor, score_threshold: float) -> Detections:
+    def one(image: Tensor, windows: np.ndarray, score_threshold: float, progress: ShownProgress) -> Detections:
         size_hw = image.shape[-2:]
-        windows = windows_of(size_hw, window_hw, overlap)
         parts = []
         for first in range(0, len(windows), batch_size):
             some = windows[first : first + batch_size].tolist()
             cuts = [image[:, top:bottom, left:right] for left, top, right, bottom in some]
             parts += predictor.predict(cuts, score_threshold)
+            progress.add(len(cuts))
         return join_windows(parts, windows, size_hw, max(window_hw), nms_iou)
 
     return replace(predictor, predict=predict)
