@@ -42,16 +42,15 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", [RTDetrV2Options, SceneGraphOptions])
-def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, kind):
-    said = []
+def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, kind, capsys):
     weights = partial(check_weights, kind(pretrained_backbone=str(tmp_path / "none.safetensors")))
-    where = {"say": said.append, "path": whole, "cache_dir": tmp_path}
+    where = {"say": print, "path": whole, "cache_dir": tmp_path}
     with pytest.raises(BadInput) as caught:
         open_all_splits("train", "val", "test", tmp_path, weights, **where)
-    early, all_of_it = said[0], str(caught.value)
+    early, late, all_of_it = capsys.readouterr().err, caught.value.untold(), str(caught.value)
     for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: the file"):
-        assert words in early and all_of_it.count(words) == 1
-    assert "000003" in all_of_it and "000003" not in early
+        assert early.count(words) == all_of_it.count(words) == 1 and words not in late, "each is printed once"
+    assert "000003" in all_of_it and "000003" in late and "000003" not in early
     weights = partial(check_weights, RTDetrV2Options())
     table, val_table, test_table = open_all_splits("train", "25%", None, tmp_path, weights, **where, on_error="drop")
     assert len(table) + len(val_table) == 11 and test_table is None
