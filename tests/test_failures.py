@@ -160,6 +160,53 @@ def test_null_is_refused_by_every_kind_of_setting_that_does_not_take_it(flag, va
     assert printed.startswith("error: ") and expected in printed and "typing." not in printed
 
 
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--lr 0.1", "--lr: no such flag; did you mean --optim.lr?"),
+    ("--batch-size 4", "did you mean --data.batch_size_per_device?"),
+    ("--optim.learning_rate 1", "did you mean --optim.lr?"),
+    ("--epoch 3", "did you mean --run.epochs?"),
+    ("--run.max_stesp 3", "did you mean --run.max_steps?"),
+    ("--coco_path x", "did you mean --data.path?"),
+    ("--weights x.pt", "did you mean --model.pretrained?"),
+    ("--num_classes 3", "the classes are those of your data"),
+    ("--model.num_classes 3", "the classes are those of your data"),
+    ("--device cuda", "a GPU is used if there is one"),
+    ("--run 3", "it is a group of settings, see --help run"),
+    ("--data x", "did you mean --data.path?"),
+    ("data=x", "data=x: it is not a flag; here it is --data.path x"),
+    ("imgsz=64 nc=3", "nc=3: it is not a flag, and there is nothing to set"),
+    ("DIR", "DIR: it follows no flag; expected --group.key VALUE"),
+    ("--data.path my data", "data: it follows --data.path my, and a flag has one value; put quotes"),
+    ("--data.scales 320 640", "640: it follows --data.scales 320"),
+    ("--run.name --run.epochs 3", "--run.name: it has no value"),
+    ("--data.image_size 640x480", "A height and a width are a list: [480, 640]"),
+    ("--model.architecture rtdetr", "did you mean rt_detr_v2, which train_detr.py trains?"),
+    ("--model.architecture detr", "; train_detr.py trains it"),
+    ("--model.architecture SSD-lite", "did you mean ssdlite?"),
+    ("--config no.yaml", "--config no.yaml: no such file"),
+    ("--config configs/ssd/owndata.yaml", "configs/ssd/own_data.yaml"),
+    ("--config configs/ssd/bccd.yaml", "no such file in the current folder; did you mean "),
+    ("--config folder", "--config folder: this is a folder; expected a file"),
+    ("--config flat.yaml", "with `name: mine` below it; did you mean optim.lr?"),
+    ("--config named.yaml", "named.yaml: no such setting run.batch; did you mean data.batch_size_per_device?"),
+])  # fmt: skip
+def test_the_commonest_slips_lead_to_what_was_meant(words, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "flat.yaml").write_text("lr: 0.1\n")
+    (tmp_path / "named.yaml").write_text("run: {batch: 4}\n")
+    assert run_script(lambda config: None, SsdConfig, None, words.split()) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_all_slips_are_named_together():
+    with pytest.raises(BadInput) as raised:
+        parse_config(Config, ["epochs=3", "--lr", "0.1", "--optim.lrr", "1", "--run.name"])
+    assert [problem.partition(":")[0] for problem in raised.value.problems[:-1]] == [
+        "epochs=3", "--run.name", "--lr", "--optim.lrr",
+    ]  # fmt: skip
+
+
 def test_null_is_taken_where_it_means_something():
     flags = "--run.max_steps", "--model.pretrained", "--data.image_dir", "--optim.compile"
     words = [word for flag in flags for word in (flag, "null")]

@@ -198,10 +198,14 @@ def _file_of_script(default_config: Path, given: Mapping[str, str | None]) -> tu
 
 def _is_own_data(given: Mapping[str, str | None]) -> bool:
     """Return whether flags name other data than the bundled shapes."""
-    named = [given.get(flag) for flag in ("--data.path", "--data.name")]
-    is_named = any((value or "null").lower() != "null" for value in named)
+    is_named = _is_set(given.get("--data.path")) or _is_set(given.get("--data.name"))
     is_format = given.get("--data.format") not in (None, "shapes", "auto")
     return is_named or is_format or _names_files(given)
+
+
+def _is_set(value: str | None) -> bool:
+    """Return whether a flag has a value that is not null."""
+    return value is not None and value.strip().lower() != "null"
 
 
 # What a flag may say of training and validation data that is the name of a split, even beside a folder called so.
@@ -326,7 +330,7 @@ def _without_other_data_set(files: dict[str, dict], given: Mapping[str, str | No
     for path, content in files.items():
         data = content.get("data", {})
         dropped = []
-        if "--data.path" in given:
+        if _is_set(given.get("--data.path")):
             dropped = [key for key in DATA_SET_SETTINGS if key in data and not (key == "val" and _is_share(data[key]))]
         elif _names_files(given) and "--data.format" not in given and "--data.name" not in given:
             dropped = [key for key in ("format", "name") if key in data]
