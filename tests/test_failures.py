@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from toolkit.base.errors import (
     exit_on_bad_input,
     is_out_of_memory,
 )
-from toolkit.base.files import warn_if_stalled
+from toolkit.base.files import ROOT, near_names, warn_if_stalled
 from toolkit.base.public import without_machine
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.ssd.options import SsdOptions
 from toolkit.run import processes
+from toolkit.run.best import no_such_metric
 from toolkit.run.command_line import parse_config, run_script
 from toolkit.run.folder import attempt
 from toolkit.run.launcher import refuse
@@ -197,6 +199,36 @@ def test_the_commonest_slips_lead_to_what_was_meant(words, expected, tmp_path, m
     (tmp_path / "named.yaml").write_text("run: {batch: 4}\n")
     assert run_script(lambda config: None, SsdConfig, None, words.split()) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_only_similar_names_are_suggested_for_a_path_that_is_missing(tmp_path):
+    for name in ("resnet18.pth", "own_data.yaml"):
+        (tmp_path / name).touch()
+    assert near_names(tmp_path / "owndata.yml") == f"; did you mean {tmp_path / 'own_data.yaml'}?"
+    assert "did you mean" not in near_names(tmp_path / "best.pth"), "an equal suffix does not make it similar"
+
+
+@pytest.mark.parametrize(("metric", "expected"), [
+    ("mAP50", "did you mean bbox_AP50?"), ("mAP50-95", "did you mean bbox_AP?"), ("AP/cta", "did you mean AP/cat?"),
+    ("ema/mAP", "did you mean ema/bbox_AP?"), ("AP", "did you mean bbox_AP?"),
+    ("nonsense", "there are bbox_AP, bbox_AP50, ema/NAME of averaged weights, AP/CLASS of a class"),
+])  # fmt: skip
+def test_a_metric_that_there_is_not_has_a_near_one_or_the_list(metric, expected):
+    names = ["bbox_AP", "bbox_AP50", "AP/cat"]
+    error = no_such_metric(metric, [*names, *(f"ema/{name}" for name in names)])
+    assert str(error) == f"--eval.metric_for_best {metric}: no such metric; {expected}"
+
+
+def test_warnings_of_the_project_are_one_plain_line():
+    modules = ("toolkit/run/writer.py", "other/module.py")
+    formatted = []
+
+    def main(config):
+        formatted.extend(warnings.formatwarning("it failed", UserWarning, str(ROOT / module), 1) for module in modules)
+
+    assert run_script(main, Config, argv=[]) == 0
+    assert formatted[0] == "warning: it failed\n" and "other/module.py:1: UserWarning: it failed\n" in formatted[1]
+    assert "UserWarning" in warnings.formatwarning("it failed", UserWarning, str(ROOT / modules[0]), 1)
 
 
 def test_all_slips_are_named_together():

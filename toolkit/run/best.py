@@ -106,12 +106,15 @@ def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True
     has_average: False adds that metrics of averaged weights need `--optim.ema_decay`.
     """
     hint = "" if has_average else " (ema/ metrics need --optim.ema_decay above 0)"
-    word = re.sub("^(ema/)?m(?=ap)", r"\1", metric.lower())  # other programs say mAP
     ours = sorted(metrics)
     of_all = [name for name in ours if "/" not in name.removeprefix("ema/")]
-    by_word = {name.lower(): name for name in (of_all if "/" not in word.removeprefix("ema/") else ours)}
+    word = metric.lower()
+    by_word = {name.lower(): name for name in ours}
+    if "/" not in word.removeprefix("ema/"):  # other programs say mAP, and mAP50-95 for the same
+        word = re.sub("^(ema/)?m?ap(50[-:_]95)?", r"\1bbox_ap", word)
+        by_word = {name.lower(): name for name in of_all}
     listed = ", ".join(name for name in of_all if not name.startswith("ema/"))
     further = [text for mark, text in FURTHER_METRICS.items() if any(mark in name for name in ours)]
     several = f"there are {', '.join([listed, *further])}"
-    near = did_you_mean(word, by_word, written=by_word.get, most=2, otherwise=several)
+    near = did_you_mean(word, by_word, written=by_word.get, otherwise=several)
     return BadInput(f"--eval.metric_for_best {metric}: no such metric{near}{hint}")

@@ -133,7 +133,8 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
                 "Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
                 f"({reason})"
             ) from error
-        why = "" if isinstance(error, pickle.UnpicklingError) else f" ({reason})"  # torch's advice on unpickling
+        is_told = isinstance(error, RuntimeError | OSError | EOFError)  # others speak of pickles, or are a bare key
+        why = f" ({reason})" if is_told else ""
         raise BadInput(
             f"{setting} {path}: cannot be read as weights of PyTorch{why}; give a file that torch.save or safetensors "
             "wrote"
