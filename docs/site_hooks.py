@@ -6,6 +6,7 @@ takes that file along; mkdocs, which is strict, reports a link to a file that is
 """
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -124,7 +125,10 @@ def _default(value: ast.expr | None) -> str:
         if not isinstance(factory, ast.Lambda):
             return {"list": "[]", "dict": "{}"}.get(factory.id, "")  # a function's list would be long
         value = factory.body
-    return "" if value is None else ast.unparse(value)
+    if not isinstance(value, ast.Constant):
+        return "" if value is None else ast.unparse(value)
+    is_text = isinstance(value.value, str) and value.value != ""
+    return value.value if is_text else json.dumps(value.value)  # as one types it: null, true
 
 
 def _table(group: str, rows: dict[str, tuple[str, str]]) -> list[str]:

@@ -46,7 +46,7 @@ EDITS = {
 }  # fmt: skip
 FILES = {b"": "it is empty", b"- 1\n": "expected the settings of a run", b"\xff\xfe": "cannot be read as the",
          b"run: {name: [\n": "cannot be read as the settings of a run",
-         b"run: {name: a}\nmodel: {}\nrun: {name: b}\n": "the key run stands twice",
+         b"run: {name: a}\nmodel: {}\nrun: {name: b}\n": "the key run appears twice",
          b"model: &a [*a]\n": "it contains itself, or far too much",
          b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1) if i else b"x"] * 9)) for i in range(12)):
              "it contains itself, or far too much"}  # fmt: skip

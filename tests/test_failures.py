@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from toolkit.base.errors import (
     exit_on_bad_input,
     is_out_of_memory,
 )
-from toolkit.base.files import warn_if_stalled
+from toolkit.base.files import ROOT, near_names, warn_if_stalled
 from toolkit.base.public import without_machine
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.ssd.options import SsdOptions
 from toolkit.run import processes
+from toolkit.run.best import no_such_metric
 from toolkit.run.command_line import parse_config, run_script
 from toolkit.run.folder import attempt
 from toolkit.run.launcher import refuse
@@ -158,6 +160,83 @@ def test_null_is_refused_by_every_kind_of_setting_that_does_not_take_it(flag, va
     assert run_script(lambda config: None, SsdConfig, None, [flag, value]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and expected in printed and "typing." not in printed
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("--lr 0.1", "--lr: no such flag; did you mean --optim.lr?"),
+    ("--batch-size 4", "did you mean --data.batch_size_per_device?"),
+    ("--optim.learning_rate 1", "did you mean --optim.lr?"),
+    ("--epoch 3", "did you mean --run.epochs?"),
+    ("--run.max_stesp 3", "did you mean --run.max_steps?"),
+    ("--coco_path x", "did you mean --data.path?"),
+    ("--weights x.pt", "did you mean --model.pretrained?"),
+    ("--num_classes 3", "the classes are those of your data"),
+    ("--model.num_classes 3", "the classes are those of your data"),
+    ("--device cuda", "a GPU is used if there is one"),
+    ("--run 3", "it is a group of settings, see --help run"),
+    ("--data x", "did you mean --data.path?"),
+    ("data=x", "data=x: it is not a flag; here it is --data.path x"),
+    ("imgsz=64 nc=3", "nc=3: it is not a flag, and there is nothing to set"),
+    ("DIR", "DIR: it follows no flag; expected --group.key VALUE"),
+    ("--data.path my data", "data: it follows --data.path my, and a flag has one value; put quotes"),
+    ("--data.scales 320 640", "640: it follows --data.scales 320"),
+    ("--run.name --run.epochs 3", "--run.name: it has no value"),
+    ("--data.image_size 640x480", "A height and a width are a list: [480, 640]"),
+    ("--model.architecture rtdetr", "did you mean rt_detr_v2, which train_detr.py trains?"),
+    ("--model.architecture detr", "; train_detr.py trains it"),
+    ("--model.architecture SSD-lite", "did you mean ssdlite?"),
+    ("--config no.yaml", "--config no.yaml: no such file"),
+    ("--config configs/ssd/owndata.yaml", "configs/ssd/own_data.yaml"),
+    ("--config configs/ssd/bccd.yaml", "no such file in the current folder; did you mean "),
+    ("--config folder", "--config folder: this is a folder; expected a file"),
+    ("--config flat.yaml", "with `name: mine` below it; did you mean optim.lr?"),
+    ("--config named.yaml", "named.yaml: no such setting run.batch; did you mean data.batch_size_per_device?"),
+])  # fmt: skip
+def test_the_commonest_slips_lead_to_what_was_meant(words, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "flat.yaml").write_text("lr: 0.1\n")
+    (tmp_path / "named.yaml").write_text("run: {batch: 4}\n")
+    assert run_script(lambda config: None, SsdConfig, None, words.split()) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_only_similar_names_are_suggested_for_a_path_that_is_missing(tmp_path):
+    for name in ("resnet18.pth", "own_data.yaml"):
+        (tmp_path / name).touch()
+    assert near_names(tmp_path / "owndata.yml") == f"; did you mean {tmp_path / 'own_data.yaml'}?"
+    assert "did you mean" not in near_names(tmp_path / "best.pth"), "an equal suffix does not make it similar"
+
+
+@pytest.mark.parametrize(("metric", "expected"), [
+    ("mAP50", "did you mean bbox_AP50?"), ("mAP50-95", "did you mean bbox_AP?"), ("AP/cta", "did you mean AP/cat?"),
+    ("ema/mAP", "did you mean ema/bbox_AP?"), ("AP", "did you mean bbox_AP?"),
+    ("nonsense", "there are bbox_AP, bbox_AP50, ema/NAME of averaged weights, AP/CLASS of a class"),
+])  # fmt: skip
+def test_a_metric_that_there_is_not_has_a_near_one_or_the_list(metric, expected):
+    names = ["bbox_AP", "bbox_AP50", "AP/cat"]
+    error = no_such_metric(metric, [*names, *(f"ema/{name}" for name in names)])
+    assert str(error) == f"--eval.metric_for_best {metric}: no such metric; {expected}"
+
+
+def test_warnings_of_the_project_are_one_plain_line():
+    modules = ("toolkit/run/writer.py", "other/module.py")
+    formatted = []
+
+    def main(config):
+        formatted.extend(warnings.formatwarning("it failed", UserWarning, str(ROOT / module), 1) for module in modules)
+
+    assert run_script(main, Config, argv=[]) == 0
+    assert formatted[0] == "warning: it failed\n" and "other/module.py:1: UserWarning: it failed\n" in formatted[1]
+    assert "UserWarning" in warnings.formatwarning("it failed", UserWarning, str(ROOT / modules[0]), 1)
+
+
+def test_all_slips_are_named_together():
+    with pytest.raises(BadInput) as raised:
+        parse_config(Config, ["epochs=3", "--lr", "0.1", "--optim.lrr", "1", "--run.name"])
+    assert [problem.partition(":")[0] for problem in raised.value.problems[:-1]] == [
+        "epochs=3", "--run.name", "--lr", "--optim.lrr",
+    ]  # fmt: skip
 
 
 def test_null_is_taken_where_it_means_something():
@@ -321,7 +400,7 @@ def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):
     processes.start_accelerator("fp16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     processes.start_accelerator(None)
-    assert capsys.readouterr().out.count("fp16 is not used on a CPU") == 2
+    assert capsys.readouterr().out.count("fp16 needs a GPU") == 2
     processes.start_accelerator("bf16")
     assert asked == ["no", "no", "bf16"] and "fp16" not in capsys.readouterr().out
 

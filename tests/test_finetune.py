@@ -174,6 +174,21 @@ def test_a_source_that_is_none_or_of_another_architecture(tmp_path, run_folder):
     for name, reason in reasons.items():
         with pytest.raises(BadInput, match=reason):
             open_pretrained(str(tmp_path / name))
+    (tmp_path / "text.pth").write_text("hello")
+    with pytest.raises(BadInput, match=r"cannot be read as weights of PyTorch; give a file that"):
+        open_pretrained(str(tmp_path / "text.pth"))  # without torch's advice on `weights_only`
+
+
+@pytest.mark.parametrize(("last", "is_classifier"), [
+    ("fc.weight", True), ("head.fc.weight", True), ("classifier.6.weight", True), ("classifier.weight", True),
+    ("roi_heads.box_head.fc7.weight", False),
+])  # fmt: skip
+def test_a_classifier_is_sent_to_the_setting_for_backbones(last, is_classifier, tmp_path):
+    state = {"conv1.weight": torch.ones(4, 3, 3, 3), last: torch.ones(10, 4)}
+    torch.save(state, tmp_path / "resnet.pth")
+    with pytest.raises(BadInput) as caught:
+        open_pretrained(str(tmp_path / "resnet.pth"))
+    assert ("give it as --model.pretrained_backbone" in str(caught.value)) is is_classifier
 
 
 def test_without_a_network_one_sentence_at_once_says_what_to_set(monkeypatch, tmp_path):

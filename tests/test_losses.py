@@ -44,7 +44,8 @@ def test_all_faults_of_the_weights_at_once_with_both_sides():
     assert len(error.value.problems) == 5
     assert all(f"loss.weights.{key}: " in text for key in ("loss_bbox", "loss_ce", "loss_ce_0"))
     # torchvision's loss_box_reg is no layer of a loss_box, either
-    assert "losses without a weight: loss_mask, loss_ce_reg;" in text and "weights without a loss: loss_cls" in text
+    assert "losses without a weight: loss_mask, loss_ce_reg;" in text
+    assert "loss.weights.loss_cls: no loss is called so" in text
 
 
 def test_a_schedule_is_linear_between_its_points_and_constant_beyond():

@@ -6,13 +6,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from scripts import check_data
+from scripts import check_data, train_detr
 from scripts.train_detr import DEFAULT_CONFIG, Config
 from toolkit.base.errors import BadInput
 from toolkit.data.splits import open_all_splits
@@ -20,7 +21,8 @@ from toolkit.detectors.detr.options import RTDetrV2Options
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.models import build_detector
 from toolkit.models.start import check_weights
-from toolkit.run.command_line import parse_config
+from toolkit.run.command_line import parse_config, resolve_config, run_script
+from toolkit.run.synonyms import ELSEWHERE, SYNONYMS
 from toolkit.tools.shapes import make_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,16 +44,15 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", [RTDetrV2Options, SceneGraphOptions])
-def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, kind):
-    said = []
+def test_no_split_no_weights_and_a_cut_image_are_one_message(whole, tmp_path, kind, capsys):
     weights = partial(check_weights, kind(pretrained_backbone=str(tmp_path / "none.safetensors")))
-    where = {"say": said.append, "path": whole, "cache_dir": tmp_path}
+    where = {"say": print, "path": whole, "cache_dir": tmp_path}
     with pytest.raises(BadInput) as caught:
         open_all_splits("train", "val", "test", tmp_path, weights, **where)
-    early, all_of_it = said[0], str(caught.value)
+    early, late, all_of_it = capsys.readouterr().err, caught.value.untold(), str(caught.value)
     for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: the file"):
-        assert words in early and all_of_it.count(words) == 1
-    assert "000003" in all_of_it and "000003" not in early
+        assert early.count(words) == all_of_it.count(words) == 1 and words not in late, "each is printed once"
+    assert "000003" in all_of_it and "000003" in late and "000003" not in early
     weights = partial(check_weights, RTDetrV2Options())
     table, val_table, test_table = open_all_splits("train", "25%", None, tmp_path, weights, **where, on_error="drop")
     assert len(table) + len(val_table) == 11 and test_table is None
@@ -177,3 +178,79 @@ def test_a_path_takes_the_place_of_the_data_set_of_a_settings_file(tmp_path, cap
     share.write_text("data: {val: 20%}\n")
     assert parse_config(Config, ["--config", str(share), *other]).data.val == "20%"
     assert parse_config(Config, other, default_config=DEFAULT_CONFIG).data.format == "auto"
+
+
+OWN_DATA = ["--data.path other", "--data.train a.json --data.val b.json", "--data.train [a.json,b.json]",
+            "--data.format voc", "--data.name someone/pictures", "--data.train folder", "--data.val=b.csv"]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OWN_DATA)
+def test_without_a_settings_file_own_data_get_the_recipe_for_them(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "folder").mkdir()
+    config, sources = resolve_config(Config, words.split(), DEFAULT_CONFIG)
+    assert config.run.max_minutes == 20 and config.data.image_size == 256
+    assert "/own_data_cpu.yaml (your own data, no GPU; --config chooses " in sources[0]
+    assert sources[1:] == ["the command line"]
+
+
+def test_on_a_gpu_that_recipe_starts_from_trained_weights(monkeypatch):
+    monkeypatch.setattr("toolkit.base.distributed.default_device", partial(torch.device, "cuda"))
+    config, sources = resolve_config(Config, ["--data.path", "other"], DEFAULT_CONFIG)
+    large = DEFAULT_CONFIG.with_name("own_data.yaml")
+    expected = parse_config(Config, ["--config", str(large), "--data.path", "other"])
+    assert config == expected and config.model.given == expected.model.given and config.model.pretrained
+    assert "/own_data.yaml (your own data, a GPU; --config " in sources[0] and "own_data_cpu.yaml" in sources[0]
+
+
+def test_every_synonym_leads_to_one_setting_that_exists():
+    config = Config()
+    settings = {f"{group.name}.{key.name}" for group in fields(config) for key in fields(getattr(config, group.name))}
+    assert set(SYNONYMS) <= settings
+    words = [word for words in SYNONYMS.values() for word in words.split()]
+    assert len(words) == len(set(words)) and not set(words) & set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("words", ["", "--data.val 0.2", "--data.val 1/5", "--data.train val", "--data.format shapes",
+                                   "--data.path null", "--run.epochs 3"])  # fmt: skip
+def test_without_own_data_the_settings_are_those_of_the_bundled_shapes(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "val").mkdir()  # a folder of this name does not make it a path
+    config, sources = resolve_config(Config, words.split(), DEFAULT_CONFIG)
+    assert sources == [str(DEFAULT_CONFIG), "the command line"][: 1 + bool(words)]
+    assert config.run.max_minutes == 4.75 and config.data.format == "shapes"
+
+
+def test_another_model_keeps_the_rest_of_the_recipe_and_a_settings_file_is_named_as_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = ["--data.path", "other", "--model.architecture", "detr"]
+    config, sources = resolve_config(Config, words, DEFAULT_CONFIG)
+    assert sources[0].endswith("without its groups model and loss") and config.data.format == "auto"
+    assert config.run.max_minutes == 20 and config.model.given == {"architecture": "detr"}
+    monkeypatch.chdir(ROOT)
+    given = ["--config", "configs/detr/shapes.yaml", "--config", "configs/detr/bccd.yaml"]
+    assert resolve_config(Config, given, DEFAULT_CONFIG)[1] == given[1::2]
+
+
+def test_a_file_on_the_command_line_is_recognised_whatever_a_settings_file_says(tmp_path):
+    words = ["--config", str(DEFAULT_CONFIG), "--data.train", "a.json", "--data.val", "0.2"]
+    assert parse_config(Config, words).data.format == "auto"
+    assert parse_config(Config, [*words, "--data.format", "coco"]).data.format == "coco"
+    hub = tmp_path / "hub.yaml"
+    hub.write_text("data: {format: hub, name: someone/pictures, image_size: 96}\n")
+    data = parse_config(Config, ["--config", str(hub), "--data.train", "[a.json, b.csv]"]).data
+    assert (data.format, data.name, data.image_size) == ("auto", None, 96)
+    assert parse_config(Config, ["--config", str(hub), "--data.train", "train"]).data.format == "hub"
+
+
+def test_the_first_line_names_the_settings_and_errors_are_printed_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("toolkit.run.command_line.find_launch", lambda: None)
+    words = ["--data.path", "nothere", "--model.pretrained_backbone", "none.pth", "--run.threads", "1"]
+    assert run_script(train_detr.main, Config, DEFAULT_CONFIG, words) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("settings: ") and "own_data_cpu.yaml" in printed.out.splitlines()[0]
+    for words in ("nothere: no such folder", "pretrained_backbone: the file"):
+        assert (printed.out + printed.err).count(words) == 1 and words in printed.err

@@ -302,5 +302,10 @@ def test_splits_are_told_of_and_what_was_wrong_is_listed(tmp_path):
     one, other = splits.open_splits(*paths, tmp_path / "run", say=said.append, overfit_images=2, **reading)
     assert len(head) == 3 and len(one) == 2 and one is other
     other = replace(val, categories=val.categories[:3])
-    with pytest.raises(BadInput, match="4 classes .*same categories in the same order"):
+    advice = f"{train.name} lists '{val.class_names[3]}', which {val.name} does not: .*{val.class_names[3]}: null"
+    with pytest.raises(BadInput, match=f"4 classes .*{advice}"):
         splits.check_same_classes(train, other)
+    with pytest.raises(BadInput, match=f"{train.name} lists '.*', which .* does not: list the same in both$"):
+        splits.check_same_classes(other, train)
+    with pytest.raises(BadInput, match="4 classes .*same categories in the same order"):
+        splits.check_same_classes(train, replace(val, categories=val.categories[::-1]))

@@ -45,8 +45,10 @@ def test_annotations_that_were_edited_are_told_image_by_image(tmp_path):
     identity = json.loads(json.dumps(old.identity))
     assert again.changed_since(identity) == moved.changed_since(identity) == ""
     counts = "4 images with 4 boxes then, 4 images with 4 boxes now"  # without crowd regions
-    assert new.changed_since(identity) == f"{counts}; of the images 1 gone, 1 new, 1 with other boxes or labels"
-    assert new.head(3).changed_since(identity).endswith("of the images 1 gone, 1 with other boxes or labels")
+    gone, added = "1 gone (4.png (id 4))", "1 new (7.png (id 7))"
+    edited = "1 with other boxes or labels (3.png (id 3))"
+    assert new.changed_since(identity) == f"{counts}; of the images {gone}, {added}, {edited}"
+    assert new.head(3).changed_since(identity).endswith(f"of the images {gone}, {edited}")
     assert new.changed_since(identity | {"file": "gone.arrow"}) == counts
 
 
@@ -198,9 +200,11 @@ def test_the_cache_notices_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("source", "options", "words"), [
     ("nowhere.json", {}, "no such annotation file"),
+    ("nowhere", {}, "nowhere: no such file or folder"),
+    ("data.csv", {}, "no such file or folder"),
     (".", {"format": "coco"}, "cannot be read"),
-    ("data.csv", {}, "cannot tell the format"),
-    ("train", {}, "the bundled data needs format 'shapes'"),
+    (DIRTY / "README.md", {}, "cannot tell the format"),
+    ("train", {}, "the name of a split, and no data set .* the bundled data need data.format shapes"),
     ("test", {"format": "shapes"}, "choose from train, val"),
     ("train", {"format": "shapes", "name": "someone/photographs"}, "--data.format"),
     ("a.json", {"format": "voc2"}, "choose from auto, coco"),

@@ -346,6 +346,8 @@ def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
     assert len(caught) == 1 and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
     with pytest.raises(BadInput, match="(?s)wnadb: no such tracker.*none, .*tensorboard.*wandb.*aim: its package is"):
         tracker_names(["wandb", "wnadb", "aim"])
+    with pytest.raises(BadInput, match=r"several are a list: '\[wandb, tensorboard\]'"):
+        tracker_names("wandb,tensorboard")
     assert tracker_names("none") == tracker_names([]) == []
     assert tracker_names(["wandb", "none", "wandb"]) == ["wandb"] == tracker_names("wandb")
 

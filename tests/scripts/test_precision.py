@@ -158,7 +158,7 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
 
     changed, used, _ = start(3, "--run.precision", "no", "--optim.compile", "false", env=asked)
     assert used == ("no", False)
-    assert "precision: no (run.precision, not accelerate launch, which says bf16)" in changed.text
+    assert "precision: float32 (run.precision, not accelerate launch, which says bf16)" in changed.text
     assert "run.precision bf16 -> no: used" in changed.text and "optim.compile eager -> false: used" in changed.text
 
 

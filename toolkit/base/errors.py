@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -38,13 +38,21 @@ class BadInput(Exception):
 
     Args:
         problems: one sentence or several, each saying what is wrong, where, what was expected and what to do.
+
+    Attributes:
+        told: those of the problems that have been printed already.
     """
 
     exit_code = 2
+    told: Sequence[str] = ()
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+    def untold(self) -> str:
+        """Return the problems that have not been printed yet, one a line."""
+        return "\n".join(problem for problem in self.problems if problem not in self.told)
 
 
 def all_faults(*calls: Callable[[], Any]) -> list:

@@ -41,9 +41,11 @@ def near_names(path: Path) -> str:
         names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:
         return ""
+    stem = without_suffix(name)  # an equal suffix alone does not make a name similar
+    similar = [other for other in names if did_you_mean(stem, [without_suffix(other)])]
     more = ", ..." if len(names) > 5 else ""
     listed = f"{given}{os.sep} has {', '.join(names[:5])}{more}" if names else ""
-    return did_you_mean(name, names, otherwise=listed, written=lambda near: str(given / near), most=3)
+    return did_you_mean(name, similar, otherwise=listed, written=lambda near: str(given / near), most=3)
 
 
 def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str]:
@@ -130,6 +132,10 @@ def read_yaml(path: Path, where: str, what: str = "YAML"):
     """
     try:
         return parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError as error:
+        raise BadInput(f"{where}: no such file{near_names(path)}") from error
+    except IsADirectoryError as error:
+        raise BadInput(f"{where}: this is a folder; expected a file") from error
     except OSError as error:
         raise BadInput(f"{where}: cannot be read as {what}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -186,7 +192,7 @@ class _Loader(YamlLoader):
         for key, _ in node.value:
             name = (key.tag, str(key.value))
             if name in keys:
-                raise yaml.composer.ComposerError(None, None, f"the key {key.value} stands twice", key.start_mark)
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value} appears twice", key.start_mark)
             keys.add(name)
         return node
 

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
@@ -135,6 +136,23 @@ def lasting_console() -> Iterator[None]:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings of this project inside the block as `warning: ...`, without Python's path and line of source."""
+    before = warnings.formatwarning
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+    def plain(message: Warning, category: type, filename: str, lineno: int, line: str | None = None) -> str:
+        is_ours = filename.startswith(package)
+        return f"warning: {message}\n" if is_ours else before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _visible(letter: str) -> str:

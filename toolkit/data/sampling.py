@@ -354,7 +354,8 @@ class EpochSampler:
         if saved_samples != self.num_samples or not 0 <= state["offset"] <= saved_samples:
             raise BadInput(
                 f"the checkpoint stopped at sample {state['offset']} of {saved_samples}, but the training data now has "
-                f"{self.num_samples} samples: resume with the same data, or start a new run"
+                f"{self.num_samples} samples: resume with the same data, or begin a new run with these weights "
+                "(--run.name NEW --model.pretrained RUN)"
             )
         notes = []
         if state["seed"] != self.seed:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -11,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from toolkit import index
-from toolkit.base.distributed import first_on_each_machine, run_on_main
+from toolkit.base.distributed import first_on_each_machine, run_on_main, world
 from toolkit.base.errors import BadInput, all_faults
+from toolkit.base.files import near_names
 from toolkit.base.text import shown
 from toolkit.data.classes import describe_class_map
 from toolkit.data.formats import is_several, open_dataset, pair_folders_and_splits, recognise, split_in
@@ -106,7 +108,7 @@ def check_splits(
         files = [Path(source).expanduser() for source in named if source.lower().endswith(".json")]
         missing = [file for file in files if not file.exists()]
         if missing:
-            raise BadInput(f"{file}: no such annotation file" for file in missing)
+            raise BadInput(f"{file}: no such annotation file{near_names(file)}" for file in missing)
 
 
 def open_splits(
@@ -362,8 +364,26 @@ def check_same_classes(train: DetectionTable, other: DetectionTable, name: str =
     if train_names != other_names:
         raise BadInput(
             f"training data has {len(train_names)} classes {train_names}, {name} {len(other_names)} {other_names}: "
-            "give both files the same categories in the same order"
+            f"{_odd_classes(train, other)}"
         )
+
+
+def _odd_classes(train: DetectionTable, other: DetectionTable) -> str:
+    """Say which classes only one of two tables with different classes has, and what to do."""
+    only_train = [each for each in train.class_names if each not in other.class_names]
+    only_other = [each for each in other.class_names if each not in train.class_names]
+    texts = []
+    if only_other:
+        texts.append(f"{other.name} lists {_quoted(only_other)}, which {train.name} does not: list the same in both")
+    if only_train:
+        dropped = ", ".join(f"{each}: null" for each in only_train)
+        advice = f"add it there, or drop it by --data.classes '{{{dropped}}}'"
+        texts.append(f"{train.name} lists {_quoted(only_train)}, which {other.name} does not: {advice}")
+    return "; ".join(texts) or "give both files the same categories in the same order"
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _write_problems(table: DetectionTable, listing: Path | None) -> None:
@@ -383,28 +403,37 @@ def open_all_splits(
 ) -> tuple[DetectionTable, DetectionTable, DetectionTable | None]:
     """Open training and validation data by `open_splits`, and test data with the same classes.
 
-    First `check_splits` and the `checks`, functions without arguments, are called. If they fail, their errors are
-    reported by `say` at once, because reading images may take long; then the data are read all the same, to find all
+    First `check_splits` and the `checks`, functions without arguments, are called. If they fail, the main process
+    prints their errors at once, because reading images may take long; then the data are read all the same, to find all
     faults.
 
     test: as `val`; None: there are no test data, and the third result is None. options: as of `open_splits`.
 
-    Raises BadInput with the faults of the checks and of all data.
+    Raises BadInput with the faults of the checks, which it says are `told`, and of all data.
     """
     reading = {key: value for key, value in options.items() if key not in ("max_train_images", "overfit_images")}
+
+    told = []
 
     def look() -> None:
         try:
             all_faults(partial(check_splits, train, val, test, **reading), *checks)
         except BadInput as error:
-            say(f"this run cannot start; the data are read all the same, to name all that is wrong:\n{error}")
+            told.extend(error.problems)
+            if world()[0] == 0:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            say("This run cannot start. The data are checked too, so that all problems are listed at once.")
             raise
 
     calls = [look, partial(open_splits, train, val, folder, say=say, **options)]
     if test is not None:
         listing = folder / "data_problems_test.txt"
         calls.append(partial(open_split, test, say=say, listing=listing, part_of=train, **reading))
-    _, (table, val_table), *tested = all_faults(*calls)
+    try:
+        _, (table, val_table), *tested = all_faults(*calls)
+    except BadInput as error:
+        error.told = told
+        raise
     if not tested:
         return table, val_table, None
     test_table = _in_classes_of(table, tested[0], reading)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -398,15 +398,20 @@ class DetectionTable:
         new = self.as_stored().annotations_by_image()
         common = old.keys() & new.keys()
         parts = {
-            "gone": len(old) - len(common),
-            "new": len(new) - len(common),
-            "with other boxes or labels": sum(old[image_id] != new[image_id] for image_id in common),
+            "gone": old_table.names_of(old.keys() - common),
+            "new": self.names_of(new.keys() - common),
+            "with other boxes or labels": self.names_of(key for key in common if old[key] != new[key]),
         }
-        changes = [f"{number:,} {what}" for what, number in parts.items() if number]
+        changes = [f"{len(names):,} {what} ({_some(names)})" for what, names in parts.items() if names]
         if not changes and map_before != self.class_map:
             return counts
         what = f"of the images {', '.join(changes)}" if changes else "other names, sizes, masks or relations"
         return f"{counts}; {what}"
+
+    def names_of(self, image_ids: Iterable[int | str]) -> list[str]:
+        """Return the names of the images of these ids, in the order of the table."""
+        wanted = set(image_ids)
+        return [self.image_name(row) for row, key in enumerate(self.image_ids().tolist()) if key in wanted]
 
     def annotations_by_image(self) -> dict[int | str, bytes]:
         """Return the boxes, labels and crowd flags of every image as bytes, by image id, to be compared."""
@@ -502,6 +507,11 @@ def _without_stored(arrow_file: Path, content: pa.Buffer) -> tuple[pa.Table, dic
             raise ValueError(f"the values of {name} lie outside the file")
         stored[name] = _StoredColumn(arrow_file, starts, sizes)
     return _read_all(copy.getvalue()), stored
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names, and "..." for further ones."""
+    return ", ".join([*names[:3], *["..."] * (len(names) > 3)])
 
 
 def _in_braces(class_map: Mapping[str, str | None]) -> str:

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
-from toolkit.base.files import fsync_folder, write_json
+from toolkit.base.files import fsync_folder, near_names, write_json
 from toolkit.base.masks import column_of, to_bytes
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
@@ -95,7 +95,7 @@ def file_digest(file: Path) -> bytes:
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, hashlib.blake2b).digest()
     except FileNotFoundError as error:
-        raise BadInput(f"{file}: no such annotation file") from error
+        raise BadInput(f"{file}: no such annotation file{near_names(file)}") from error
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
 

@@ -1,9 +1,11 @@
 """The best evaluation so far, and early stopping."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import did_you_mean
 
 _STATE = ("value", "step", "without_better", "evaluated_step")
 
@@ -94,10 +96,25 @@ class Best:
         return True
 
 
+# What else there is beside the metrics of all classes, by a part of the names.
+FURTHER_METRICS = {"ema/": "ema/NAME of averaged weights", "AP/": "AP/CLASS of a class"}
+
+
 def no_such_metric(metric: str, metrics: Iterable[str], has_average: bool = True) -> BadInput:
-    """Return the error about an unknown metric, which lists the known `metrics`.
+    """Return the error about an unknown metric, which names the nearest of the known `metrics`, or lists them.
 
     has_average: False adds that metrics of averaged weights need `--optim.ema_decay`.
     """
-    hint = "" if has_average else " ema/ metrics need --optim.ema_decay above 0."
-    return BadInput(f"--eval.metric_for_best {metric}: no such metric; there are {', '.join(sorted(metrics))}.{hint}")
+    hint = "" if has_average else " (ema/ metrics need --optim.ema_decay above 0)"
+    ours = sorted(metrics)
+    of_all = [name for name in ours if "/" not in name.removeprefix("ema/")]
+    word = metric.lower()
+    by_word = {name.lower(): name for name in ours}
+    if "/" not in word.removeprefix("ema/"):  # other programs say mAP, and mAP50-95 for the same
+        word = re.sub("^(ema/)?m?ap(50[-:_]95)?", r"\1bbox_ap", word)
+        by_word = {name.lower(): name for name in of_all}
+    listed = ", ".join(name for name in of_all if not name.startswith("ema/"))
+    further = [text for mark, text in FURTHER_METRICS.items() if any(mark in name for name in ours)]
+    several = f"there are {', '.join([listed, *further])}"
+    near = did_you_mean(word, by_word, written=by_word.get, otherwise=several)
+    return BadInput(f"--eval.metric_for_best {metric}: no such metric{near}{hint}")

@@ -282,7 +282,7 @@ def _example_commands(default_config: Path | None, width: int) -> list[str]:
     """Return three commands with what each does: on bundled data, on data of one's own, and on after a kill."""
     start = _start_command()
     own_data = None if default_config is None else default_config.with_name("own_data.yaml")
-    config = f" --config {_shown_path(own_data)}" if own_data is not None and own_data.is_file() else ""
+    config = f" --config {shown_path(own_data)}" if own_data is not None and own_data.is_file() else ""
     commands = {
         "": "train on the bundled data, minutes on a CPU" if default_config is not None else "train",
         f" --data.path DIR{config}": "train on the images in DIR",
@@ -302,10 +302,10 @@ def _start_command() -> str:
     script = Path(os.path.abspath(sys.argv[0]))
     if script.parent == ROOT / "scripts" and Path.cwd() not in script.parents:
         return f"detect train {script.stem.removeprefix('train_')}"
-    return f"accelerate launch {_shown_path(script)}"
+    return f"accelerate launch {shown_path(script)}"
 
 
-def _shown_path(path: Path | str) -> str:
+def shown_path(path: Path | str) -> str:
     """Return a path as one types it here: relative to the current folder if it lies below it."""
     path = Path(os.path.abspath(path))
     here = Path.cwd()
@@ -317,7 +317,7 @@ def _origin(sources: Sequence[str], default_config: Path | None) -> str:
     if not sources:
         return ""
     unless = ", which applies unless --config is given" if list(sources) == [str(default_config)] else ""
-    return f"The defaults are those of {', '.join(map(_shown_path, sources))}{unless}."
+    return f"The defaults are those of {', '.join(map(shown_path, sources))}{unless}."
 
 
 def _as_typed(value: object) -> str:

@@ -219,7 +219,8 @@ class ResolvedExecution:
     def __str__(self) -> str:
         tf32 = ", TF32" if self.tf32 else ""
         compiled = f"; torch.compile: {self.compile} ({self.compile_by})"
-        return f"precision: {self.precision}{tf32} ({self.precision_by}){'' if self.compile is False else compiled}"
+        precision = "float32" if self.precision == "no" else self.precision
+        return f"precision: {precision}{tf32} ({self.precision_by}){'' if self.compile is False else compiled}"
 
 
 def resolve_execution(

@@ -115,21 +115,19 @@ class TrainingData:
         """Return `class_names`, and under `tables` the `identity` of each table, as JSON values."""
         return {**self.class_names, "tables": {name: table.identity for name, table in self.tables.items()}}
 
+    def changes(self, state: Mapping) -> list[str]:
+        """Return a sentence for each table that is not the one of a checkpoint."""
+        before = state["tables"]
+        changed = {name: table.changed_since(before[name]) for name, table in self.tables.items() if name in before}
+        return [f"the {name} data are not those of the checkpoint ({what})" for name, what in changed.items() if what]
+
     def load_state_dict(self, state: Mapping) -> list[str]:
         """Compare the tables with those of a checkpoint, and return a sentence for each table that has changed.
 
         Nothing is restored: the run goes on with the present data, which may have been changed on purpose.
         """
-        before = state["tables"]
-        notes = []
-        for name, table in self.tables.items():
-            change = table.changed_since(before[name]) if name in before else ""
-            if change:
-                notes.append(
-                    f"the {name} data are not those of the checkpoint ({change}): the run goes on with what is there "
-                    "now, and is not the one that was interrupted"
-                )
-        return notes
+        goes_on = "the run goes on with what is there now, and is not the one that was interrupted"
+        return [f"{change}: {goes_on}" for change in self.changes(state)]
 
 
 class Extra(UserDict):

@@ -61,7 +61,8 @@ def start_accelerator(precision: str | None, **kwargs) -> Accelerator:
         precision = "no"  # Accelerate would say fp16 and compute in float32
         is_first_call = not PartialState._shared_state
         if os.environ.get("RANK", "0") == "0" and is_first_call:
-            print("fp16 is not used on a CPU: everything is computed in float32; bf16 would be.", flush=True)
+            note = "fp16 needs a GPU, so this run computes in float32; bf16 works on CPUs with instructions for it"
+            print(note, flush=True)
     _refuse_absent_gpus()
     meet = MEET_S["launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "alone"]
     meeting = {"timeout": timedelta(seconds=meet)}

@@ -140,7 +140,10 @@ def restore_checkpoint(
             return _load_best(t, checkpoint)
         sampler_before = checkpoint.of_part("sampler")
         notes = t.data.load_state_dict(checkpoint.of_part("data"))
-        notes += t.sampler.load_state_dict(sampler_before)
+        try:
+            notes += t.sampler.load_state_dict(sampler_before)
+        except BadInput as error:
+            raise BadInput([*error.problems, *t.data.changes(checkpoint.of_part("data"))]) from error
         if not keep_schedule:
             for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
                 group.update(rates)

@@ -5,6 +5,7 @@ It is used for settings files given on the command line, and for those in a run 
 
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -166,6 +167,9 @@ def field_types(kind: type) -> dict[str, Any]:
 def _fault(hint: Any, value: object) -> str:
     """Return the end of the sentence about a value that is not of a type; "" if it is."""
     expected = f"is {format_value(value)}; expected {describe_type(hint)}"
+    sides = re.fullmatch(r"(\d+) ?[x×*,] ?(\d+)", value) if isinstance(value, str) else None
+    if sides and "list" in describe_type(hint):  # other programs write width x height
+        expected += f". A height and a width are a list: [{sides[2]}, {sides[1]}]"
     if value is None:  # which jsonargparse takes for any type
         return "" if hint is Any or type(None) in (hint, *get_args(hint)) else expected
     try:

@@ -18,6 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from toolkit import index
 from toolkit.base.errors import BadInput
+from toolkit.base.text import did_you_mean
 from toolkit.data.table import DetectionTable
 from toolkit.run.best import Best
 from toolkit.run.folder import ERRORS_FILE, note_traceback
@@ -146,12 +147,14 @@ def tracker_names(asked: str | Sequence[str]) -> list[str]:
     """
     names = [name for name in dict.fromkeys([asked] if isinstance(asked, str) else asked) if name != "none"]
     available = sorted({str(name) for name in get_available_trackers()})
-    problems = [
-        f"--run.tracker {name}: {'its package is not installed' if name in LOGGER_TYPE_TO_CLASS else 'no such tracker'}"
-        f". Installed are: {', '.join(['none', *available])}."
-        for name in names
-        if name not in available
-    ]
+    problems = []
+    for name in [name for name in names if name not in available]:
+        fault = "its package is not installed" if name in LOGGER_TYPE_TO_CLASS else "no such tracker"
+        hint = did_you_mean(name, available)
+        if "," in name:
+            parts = [part.strip() for part in name.split(",")]
+            hint = f"; several are a list: '[{', '.join(parts)}]'"
+        problems.append(f"--run.tracker {name}: {fault}; installed are {', '.join(['none', *available])}{hint}")
     if problems:
         raise BadInput(problems)
     return names

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import send
 from toolkit.base.distributed import all_reduce, world
 from toolkit.base.errors import BadInput
+from toolkit.base.text import did_you_mean
 from toolkit.step.optim import average_gradients
 
 # Endings by which the DETR family names the copies of a loss: decoder layers, encoder, denoising.
@@ -351,8 +352,9 @@ def _check_weights(owners: dict[str, str | None], given: dict, entries: dict, ra
     for key in entries:
         if not any(_owner(name, [key]) for name in owners):
             unused.append(key)
-    if unused:
-        problems.append(f"weights without a loss: {', '.join(unused)}; the model announces: {announced}")
+    for key in unused:
+        near = did_you_mean(key, owners)
+        problems.append(f"loss.weights.{key}: no loss is called so; this model has {announced}{near}")
     if problems:
         raise BadInput(problems)
 

@@ -10,7 +10,7 @@ from types import MappingProxyType, ModuleType
 
 from toolkit import index
 from toolkit.base.errors import BadInput
-from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
 from toolkit.data.annotations import CROWDS, Reading
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
@@ -173,9 +173,17 @@ def _format_of(source: str, name: str | None) -> str:
         return "hub"
     if source.lower().endswith(".json"):
         return "coco"
-    hint = "; the bundled data needs format 'shapes'" if source in ("train", "val") else ""
+    if split_of(source):
+        raise BadInput(
+            f"{source}: this is the name of a split, and no data set is named that has it: give the folder as "
+            "data.path, or a file in place of the split; data.val takes a share such as 0.2 too, and the bundled data "
+            "need data.format shapes"
+        )
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise BadInput(f"{source}: no such file or folder{near_names(path)}")
     rule = "a COCO file ends in .json; --data.path takes a folder"
-    raise BadInput(f"{source}: cannot tell the format ({rule}){hint}; choose a format from {', '.join(FORMATS[1:])}")
+    raise BadInput(f"{source}: cannot tell the format ({rule}); choose a format from {', '.join(FORMATS[1:])}")
 
 
 # ---- folders as an annotation tool leaves them -----------------------------------------------------------------------
@@ -224,7 +232,7 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise BadInput(f"{path}: no such folder (data.path)")
+        raise BadInput(f"{path}: no such folder (data.path){near_names(path)}")
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
     tried = [name for name in FOLDERS if format in ("auto", name)]
@@ -235,6 +243,11 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
+        others = [name for name in FOLDERS if name not in tried and module_of(name).recognise(path)]
+        if others:
+            looks = module_of(others[0]).TITLE
+            wanted = f"nothing of the format {format!r} was found in this folder"
+            raise BadInput(f"{path}: {wanted}; it looks like {looks}: leave out data.format")
         wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
         below = list(map(str, module_of("voc").folders_with_annotations(path))) if "voc" in tried else []
         more = f", {len(below)} in all" if len(below) > 5 else ""

@@ -83,7 +83,7 @@ def open_pretrained(name: str) -> Pretrained:
     path = Path(name).expanduser()
     if not path.exists():
         if not may_be_of_hub(name):
-            expected = "give a folder, or a hub name such as owner/model"
+            expected = "give a file, a folder, or a hub name such as owner/model"
             raise BadInput(f"model.pretrained: {path} does not exist; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():

@@ -3,6 +3,7 @@ tensors."""
 
 import pickle
 import re
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,12 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     state = read_state(path)
     publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
     if publisher is None:
+        last = _layer_of_classifier(state)
+        if last:
+            raise BadInput(
+                f"model.pretrained {path}: these are the tensors of a classifier ({last}), not of a detector; give it "
+                "as --model.pretrained_backbone"
+            )
         some = ", ".join(list(state)[:3])
         raise BadInput(
             f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher that is "
@@ -59,6 +66,13 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     if "predicates" in description.options:
         description.options["predicates"] = _names_beside(path, ".predicates", description.options["predicates"])
     return description, publisher.ours_from(state)
+
+
+def _layer_of_classifier(state: Mapping[str, Tensor]) -> str:
+    """Return the name of the last weights of a classifier of pictures among tensors; "" if these are not of one."""
+    name, tensor = [(name, tensor) for name, tensor in state.items() if not name.endswith("bias")][-1]
+    is_last = re.fullmatch(r"((fc|head|classifier|last_linear)(\.\w+)*)\.weight", name) is not None
+    return name if is_last and tensor.squeeze().ndim == 2 else ""
 
 
 def publishers() -> Iterator[Publisher | ModuleType]:
@@ -112,16 +126,18 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
             document = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError) as error:
         lines = str(error).splitlines() or ["it is empty"]
-        reason = lines[0][:120]
+        reason = textwrap.shorten(lines[0], 120, placeholder=" ...")
         if isinstance(error, pickle.UnpicklingError) and _looks_like_a_save(path):
             raise BadInput(
                 f"{setting} {path}: it holds objects beside tensors, which would run their program when loaded. "
                 "Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
                 f"({reason})"
             ) from error
+        is_told = isinstance(error, RuntimeError | OSError | EOFError)  # others speak of pickles, or are a bare key
+        why = f" ({reason})" if is_told else ""
         raise BadInput(
-            f"{setting} {path}: cannot be read as weights of PyTorch ({reason}); give a file that torch.save or "
-            "safetensors wrote"
+            f"{setting} {path}: cannot be read as weights of PyTorch{why}; give a file that torch.save or safetensors "
+            "wrote"
         ) from error
     return _state_in(document, path, setting)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
+from toolkit.base.files import near_names
 from toolkit.data.annotations import Annotations, Reading
 from toolkit.data.check_files import with_good_files
 from toolkit.data.checks import CheckedAnnotations, check
@@ -33,7 +34,7 @@ def read_graphs(
     Raises:
         BadInput: a file is missing or is not JSON, or `read_coco` would raise it for such data.
     """
-    missing = [f"{file}: no such annotation file" for file in files if not file.is_file()]
+    missing = [f"{file}: no such annotation file{near_names(file)}" for file in files if not file.is_file()]
     if missing:
         raise BadInput(missing)
     check_images = reading.check_images
