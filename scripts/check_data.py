@@ -33,7 +33,7 @@ from toolkit.data.classes import check_class_map, class_map_of, describe_class_m
 from toolkit.data.formats import FORMATS, MAX_UNUSED_NAMED, open_dataset, recognise
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
-from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag
+from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag, whole_number
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
 from toolkit.tools.doctor.training_command import Source, command_for
 
@@ -232,7 +232,7 @@ def _parser() -> Program:
     crowds = "what boxes marked as crowd regions (iscrowd 1) are, as in training: ignored, or objects like all others"
     add_data_flag(parser, "--crowds", choices=CROWDS, default="ignore", help=crowds)
     side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
-    add_data_flag(parser, "--image-size", type=int, nargs="+", help=side)
+    add_data_flag(parser, "--image-size", type=whole_number(1), nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"
     parser.add_argument("--pictures", type=Path, help=pictures)

@@ -20,6 +20,7 @@ AP is printed in addition to COCO's metrics, and COCO's metrics of masks (segm_.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +33,12 @@ from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.base.text import metric_text, shown
 from toolkit.data.annotations import CROWDS
+from toolkit.data.tiles import MAX_OVERLAP
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
-from toolkit.tools.arguments import Program, add_data_flag, inference_flags
+from toolkit.tools.arguments import Program, add_data_flag, finite_number, inference_flags, whole_number
 from toolkit.tools.predict.open import add_flags
 from toolkit.tools.predict.pooled import pool_folds
 from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any
@@ -57,10 +59,13 @@ def expected_numbers(arguments: Sequence[str]) -> tuple[dict[str, float], list[s
             continue
         value = value if equals else next(words, None)
         try:
-            expected[flag.removeprefix("--expect.")] = float("" if value is None else value)
-        except ValueError as error:
+            smallest = float("" if value is None else value)
+        except ValueError:
+            smallest = math.nan
+        if not math.isfinite(smallest):
             given = "nothing" if value is None else shown(value)
-            raise BadInput(f"{flag} is {given}; expected a number, such as --expect.bbox_AP 0.55") from error
+            raise BadInput(f"{flag} is {given}; expected a number, such as --expect.bbox_AP 0.55")
+        expected[flag.removeprefix("--expect.")] = smallest
     return expected, rest
 
 
@@ -126,14 +131,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, nargs="+", help=run)
     add_flags(parser, "--weights", "--split", "--image-dir", "--format", "--path", "--max-detections", "--trust")
     tile = "predict pictures in tiles of this side, and join them (default: as the run was trained; 0: whole pictures)"
-    parser.add_argument("--tile", type=int, metavar="PIXELS", help=tile)
+    parser.add_argument("--tile", type=whole_number(0), metavar="PIXELS", help=tile)
     overlap = "fraction by which tiles overlap (default: as the run was trained, else 0.2)"
-    parser.add_argument("--overlap", type=float, help=overlap)
+    parser.add_argument("--overlap", type=finite_number(0, MAX_OVERLAP), help=overlap)
     crowds = "what boxes marked as crowd regions are (default: as in the training): ignored, or objects like all others"
     add_data_flag(parser, "--crowds", choices=CROWDS, help=crowds)
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="how far a metric may be below --expect.METRIC")
+    missed = "how far a metric may be below --expect.METRIC"
+    parser.add_argument("--tolerance", type=finite_number(0), default=0.0, help=missed)
     settings, rest = inference_flags(sys.argv[1:] if argv is None else argv)
     expected, rest = expected_numbers(rest)
     arguments = parser.parse_args(rest)

@@ -37,7 +37,7 @@ from toolkit.data.windows import windows_of_table
 from toolkit.models import options_class
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
-from toolkit.tools.arguments import Program, add_data_flag, inference_flags
+from toolkit.tools.arguments import Program, add_data_flag, finite_number, inference_flags, whole_number
 from toolkit.tools.export import check_exportable
 from toolkit.tools.export.judge import (
     EXPORTED_FILES,
@@ -124,11 +124,12 @@ def parser() -> Program:
         "--formats", nargs="+", choices=EXPORTED_FILES, default=list(ExportRequest.formats), help="default: onnx torch"
     )
     add_flags(parser, "--weights", "--trust")
-    parser.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="resize images to this size")
+    size = {"nargs": 2, "type": whole_number(1), "metavar": ("HEIGHT", "WIDTH")}
+    parser.add_argument("--size", **size, help="resize images to this size")
     rows = "maximum number of detections per image (default 300, or as many as the run evaluates where that is more)"
-    parser.add_argument("--top-k", type=int, help=rows)
+    parser.add_argument("--top-k", type=whole_number(1), help=rows)
     score = "score to use detections from, in the metadata (default: what the report recommends, else 0.3)"
-    parser.add_argument("--score-threshold", type=float, help=score)
+    parser.add_argument("--score-threshold", type=finite_number(0, 1), help=score)
     without = "write the sampling of deformable attention without GridSample: equal, and slower in ONNX Runtime"
     parser.add_argument("--no-grid-sample", dest="grid_sample", action="store_false", help=without)
     measured = "measure milliseconds of an image in batches of 1 and 8, on one thread and two"
@@ -137,12 +138,13 @@ def parser() -> Program:
     images = "folder, archive or URL of its images; may be repeated"
     add_data_flag(parser, "--image-dir", help=images)
     add_data_flag(parser, "--format", default="coco", help="its format (default coco)")
-    asked = {key: {"type": float, "default": getattr(ExportRequest, key)} for key in ("tolerance", "int8_tolerance")}
-    parser.add_argument("--tolerance", **asked["tolerance"], help="maximum change of AP, R@100 (default %(default)s)")
+    change = "maximum change of AP, R@100 (default %(default)s)"
+    tolerance = finite_number(0)
+    parser.add_argument("--tolerance", type=tolerance, default=ExportRequest.tolerance, help=change)
     drop = "maximum drop of AP in int8 (default %(default)s)"
-    parser.add_argument("--int8-tolerance", **asked["int8_tolerance"], help=drop)
+    parser.add_argument("--int8-tolerance", type=tolerance, default=ExportRequest.int8_tolerance, help=drop)
     images = "calibration images for int8 (default %(default)s)"
-    parser.add_argument("--calibration", type=int, default=ExportRequest.calibration, help=images)
+    parser.add_argument("--calibration", type=whole_number(1), default=ExportRequest.calibration, help=images)
     return parser
 
 

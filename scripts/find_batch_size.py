@@ -23,13 +23,14 @@ import psutil
 from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
-from toolkit.tools.arguments import ShortUsage
+from toolkit.tools.arguments import Program, finite_number, whole_number
 from toolkit.tools.interrupts import stop_signals_raise
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 TOO_FEW_IMAGES = "data.batch_size_per_device of at most"  # message of toolkit/data/sampling.py
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "MemoryError")
 GIB = 2**30
+MAX_GIB = 2**30  # an exbibyte; the system counts bytes in 64 bits
 
 
 def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: int | None) -> str:
@@ -105,13 +106,15 @@ def find(arguments: argparse.Namespace, rest: list[str]) -> None:
 
 @exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage, allow_abbrev=False)
+    parser = Program(__doc__, allow_abbrev=False)
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("batch.yaml"), help="file to write (default batch.yaml)")
-    parser.add_argument("--most", type=int, default=256, help="first batch size to try (default 256), then half")
-    parser.add_argument("--memory-gib", type=float, help="on a CPU: memory of the process (default: 80 %% of the free)")
+    most = "first batch size to try (default 256), then half"
+    parser.add_argument("--most", type=whole_number(1), default=256, help=most)
+    memory = "on a CPU: memory of the process (default: 80 %% of the free)"
+    parser.add_argument("--memory-gib", type=finite_number(0, MAX_GIB), help=memory)
     with stop_signals_raise():
-        find(*parser.parse_known_args(argv))
+        find(*parser.parse_known(argv))
 
 
 if __name__ == "__main__":

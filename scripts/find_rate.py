@@ -21,13 +21,14 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
-from toolkit.tools.arguments import ShortUsage
+from toolkit.tools.arguments import Program, finite_number, whole_number
 from toolkit.tools.interrupts import stop_signals_raise
 from toolkit.tools.watch import WatchedRun, resolved_settings, steps_alone
 
 SMOOTHING = 0.9
 DIVERGED = 4.0  # times the smallest smoothed loss
 BELOW_THE_SMALLEST = 10.0
+LARGEST_RATE = 1e6  # at which any training diverges
 
 
 def smooth_losses(losses: Iterable[tuple[float, float]]) -> list[tuple[float, float, float]]:
@@ -76,9 +77,8 @@ def draw(curve: list[tuple[float, float, float]], rate: float, path: Path) -> No
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
     low, high, steps = arguments.lowest, arguments.highest, arguments.steps
-    if not (0 < low < high < math.inf) or steps < 10:
-        requested = f"--lowest {low:g}, --highest {high:g}, --steps {steps}"
-        raise BadInput(f"{requested}: expected 0 < lowest < highest and at least 10 steps")
+    if not 0 < low < high:
+        raise BadInput(f"--lowest {low:g}, --highest {high:g}: expected 0 < lowest < highest")
     optim = resolved_settings(arguments.script, rest)["optim"]
     ratio = None if optim["backbone_lr"] is None else optim["backbone_lr"] / (optim["lr"] or 1)
     settings = {
@@ -122,14 +122,16 @@ def _until(rows: Iterable[dict], low: float, high: float, steps: int) -> Iterabl
 
 @exit_on_bad_input
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=ShortUsage, allow_abbrev=False)
+    parser = Program(__doc__, allow_abbrev=False)
     parser.add_argument("script", type=Path, help="training script, such as scripts/train_detr.py")
     parser.add_argument("--out", type=Path, default=Path("rate.yaml"), help="file to write (default rate.yaml)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps from lowest to highest (default 100)")
-    parser.add_argument("--lowest", type=float, default=1e-6, help="learning rate of the first step (default 1e-6)")
-    parser.add_argument("--highest", type=float, default=1.0, help="learning rate of the last step (default 1)")
+    steps = "optimizer steps from lowest to highest (default 100)"
+    parser.add_argument("--steps", type=whole_number(10, 1_000_000), default=100, help=steps)
+    rate = finite_number(0, LARGEST_RATE)
+    parser.add_argument("--lowest", type=rate, default=1e-6, help="learning rate of the first step (default 1e-6)")
+    parser.add_argument("--highest", type=rate, default=1.0, help="learning rate of the last step (default 1)")
     with stop_signals_raise():
-        find(*parser.parse_known_args(argv))
+        find(*parser.parse_known(argv))
 
 
 if __name__ == "__main__":

@@ -48,10 +48,11 @@ from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.table import LabelledImages
+from toolkit.data.tiles import MAX_OVERLAP
 from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, without_graph_constraint
 from toolkit.detectors.scene_graphs.graph_pictures import draw_found
 from toolkit.evaluation.predictions import joined
-from toolkit.tools.arguments import Program, inference_flags
+from toolkit.tools.arguments import Program, finite_number, inference_flags, whole_number
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
 from toolkit.tools.predict.open import add_flags, open_predictor
 from toolkit.tools.predict.outputs import (
@@ -269,32 +270,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--all-scores", action="store_true", help="write the scores of all predicates of each pair")
     free = "keep the 100 best (pair, predicate) combinations, not one predicate per pair"
     parser.add_argument("--no-graph-constraint", action="store_true", help=free)
-    parser.add_argument("--relations", type=int, default=20, help="relations drawn in a picture, at most (default 20)")
+    most = "relations drawn in a picture, at most (default 20)"
+    parser.add_argument("--relations", type=whole_number(0), default=20, help=most)
     least = "minimum score of a drawn relation (default 0.0); the files list the 100 best in any case"
-    parser.add_argument("--relation-score", type=float, default=0.0, help=least)
+    parser.add_argument("--relation-score", type=finite_number(0, 1), default=0.0, help=least)
     parser.add_argument("--image-ids", type=Path, help="COCO file to take image ids from (default: 1, 2, 3, ...)")
     add_flags(parser, "--weights", "--max-detections", "--trust")
     least = "minimum score (default 0.3); auto: thresholds of the report"
     parser.add_argument("--score-threshold", "--threshold", type=score_or_auto, default=DEFAULT_THRESHOLD, help=least)
     parser.add_argument("--classes", nargs="+", metavar="NAME", help="keep only these classes")
     tile = "predict large images in tiles of this longer side (default: as the run was trained; 0: whole images)"
-    parser.add_argument("--tile", type=int, metavar="PIXELS", help=tile)
+    parser.add_argument("--tile", type=whole_number(0), metavar="PIXELS", help=tile)
     overlap = "fraction by which tiles overlap (default: as the run was trained, else 0.2)"
-    parser.add_argument("--overlap", type=float, help=overlap)
+    parser.add_argument("--overlap", type=finite_number(0, MAX_OVERLAP), help=overlap)
     parser.add_argument("--flip", action="store_true", help="also predict the mirrored image, and merge (TTA)")
     most = "write only the NUMBER images most worth labelling next, in the order of uncertain.csv"
-    parser.add_argument("--uncertain", type=int, metavar="NUMBER", help=most)
-    parser.add_argument("--camera", type=int, metavar="NUMBER", help="number of a camera of this machine")
-    parser.add_argument("--max-frames", type=int, help="stop a video or camera after so many frames")
-    parser.add_argument("--batch-size", type=int, default=8, help="images per batch (default 8)")
+    parser.add_argument("--uncertain", type=whole_number(1), metavar="NUMBER", help=most)
+    parser.add_argument("--camera", type=whole_number(0), metavar="NUMBER", help="number of a camera of this machine")
+    parser.add_argument("--max-frames", type=whole_number(1), help="stop a video or camera after so many frames")
+    parser.add_argument("--batch-size", type=whole_number(1), default=8, help="images per batch (default 8)")
     parser.add_argument("--no-pictures", action="store_true", help="write no pictures and no videos")
     parser.add_argument("--device", default=default_device(), help="cpu, cuda:1, mps, … (default: the GPU, if any)")
     settings, rest = inference_flags(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(rest)
     arguments.settings = settings
     trust_files(arguments.trust)
-    if arguments.batch_size < 1:
-        raise BadInput(f"--batch-size {arguments.batch_size}: expected 1 or more")
     return predict(arguments)
 
 

@@ -25,16 +25,17 @@ from types import ModuleType
 
 from filelock import FileLock, Timeout
 
-from toolkit.base.errors import BadInput, Preempted
+from toolkit.base.errors import BadInput, Preempted, exit_on_bad_input
 from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
 from toolkit.run.status import LOCK_FILE
-from toolkit.tools.arguments import Program
+from toolkit.tools.arguments import Program, whole_number
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
 from toolkit.tools.watch import POLL_S, WatchedRun
 
+MAX_SEED = 2**32 - 1  # of the samplers of Optuna
 HOPELESS = 3  # failed trials without a successful one
 STORAGE = "sqlite:///{}/study.db"
 
@@ -223,7 +224,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
                 if trial is None:
                     break
                 # The seed depends only on the number of the trial, so that a kill changes nothing.
-                study.sampler = sampler(optuna, sweep, arguments.seed * 100_003 + trial.number)
+                study.sampler = sampler(optuna, sweep, (arguments.seed * 100_003 + trial.number) % (MAX_SEED + 1))
                 run_trial(optuna, study, trial, sweep, out, signals)
             write_trials(study, out, list(sweep.parameters))
             ended = [t for t in study.get_trials(deepcopy=False) if t.state.is_finished()]
@@ -232,16 +233,19 @@ def run_sweep(arguments: argparse.Namespace) -> None:
     write_trials(study, out, list(sweep.parameters))  # in case no trial was left
 
 
+@exit_on_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = Program(__doc__)
     parser.add_argument("sweep", type=Path, help="file of a sweep, as W&B has it: configs/sweeps/*.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study and of its runs")
-    parser.add_argument("--trials", type=int, help="total number of trials, with those of earlier starts and workers")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the search (default 0)")
+    trials = "total number of trials, with those of earlier starts and workers"
+    parser.add_argument("--trials", type=whole_number(1), help=trials)
+    seed = "random seed of the search (default 0)"
+    parser.add_argument("--seed", type=whole_number(0, MAX_SEED), default=0, help=seed)
     try:
         run_sweep(parser.parse_args(argv))
-    except (BadInput, Preempted) as error:
-        print(f"{'error' if isinstance(error, BadInput) else 'stopped'}: {error}", file=sys.stderr)
+    except Preempted as error:
+        print(f"stopped: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -77,7 +77,7 @@ REFUSED = (  # program, words, what is said of them
     ("export", ["--out", "o", "--formats", "onnx", "run"],
      ["invalid choice: 'run'", "--formats takes every word up to the next flag; put model before it"]),
     ("check_data", ["--image-size", "640", "folder"],
-     ["invalid int value: 'folder'", "takes every word up to the next flag; put source before it"]),
+     ["folder: expected a whole number above 0", "takes every word up to the next flag; put source before it"]),
     ("evaluate", ["run", "--expect.bbox_AP"], ["--expect.bbox_AP is nothing; expected a number"]),
     ("evaluate", ["run", "--expect.bbox_AP", "high"], ["--expect.bbox_AP is high; expected a number"]),
     ("evaluate", ["run", "--expects.bbox_AP", "0.5"], ["unrecognized arguments: --expects.bbox_AP"]),

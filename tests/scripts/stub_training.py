@@ -12,7 +12,7 @@ from pathlib import Path
 words = [part for word in sys.argv[1:] for part in word.removeprefix("--").split("=", 1)]
 given = dict(zip(words, words[1:], strict=False))  # of both `--key value` and `--key=value`
 if "print_config" in words:
-    print("optim: {lr: 0.01, backbone_lr: 0.001}")
+    print("optim: {lr: 0.01, backbone_lr: 0.001, accumulation_steps: 1}\ndata: {batch_size_per_device: 4}")
     sys.exit()
 folder, steps = Path(given["run.output_dir"]) / given["run.name"], int(given.get("run.max_steps", 4))
 folder.mkdir(exist_ok=True)

@@ -191,7 +191,7 @@ def test_one_message_and_code_2(server, whole, photos, tmp_path):
     for args, wanted in (
         ([tmp_path / "none", photos], [f"{tmp_path}/none", "no such run"]),
         ([whole / "final", photos, "--weights", "ema"], ["--weights ema"]),
-        ([whole, photos, "--batch-size", "0"], ["--batch-size 0"]),
+        ([whole, photos, "--batch-size", "0"], ["--batch-size: 0: expected a whole number above 0"]),
         ([whole, photos, "--out", photos / "notes.txt"], ["--out", "notes.txt"]),
         ([whole, image, "--out", tmp_path / "earlier"], ["a.png", "overwrite"]),
     ):

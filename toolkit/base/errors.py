@@ -15,6 +15,7 @@ _ADVICE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it readable and writable, or give another place"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n`), or lower data.workers"),
     errno.ENAMETOOLONG: "give a shorter name",
+    errno.EEXIST: "a file is where a folder would be written; remove it, or give another place",
     errno.EFBIG: "that file system or `ulimit -f` takes no larger files; give another place",
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),

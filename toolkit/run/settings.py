@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
+from toolkit.base.number_types import Magnification, Minutes, MovingAverage, ShareOfTile, Threads, Time
 
 
 @dataclass
@@ -26,7 +27,7 @@ class RunConfig:
     """Number of passes over the training data."""
     max_steps: PositiveInt | None = None
     """Maximum number of optimizer steps; training ends after them even if `run.epochs` would go on longer."""
-    max_minutes: PositiveFloat | None = None
+    max_minutes: Minutes | None = None
     """Maximum training time in minutes, excluding evaluation and saving and including the time before a resume. It is
     converted into a number of steps from the measured speed, which is corrected as the speed changes; when half of the
     time is over, the number can only become smaller than it is then. When the time is over, training ends."""
@@ -37,14 +38,14 @@ class RunConfig:
     """Smoothing of losses on the console: epoch_median or run_median (median of the last 20 steps), epoch_mean or
     run_mean (mean since the epoch or the run began), or momentum (exponential moving average with momentum 1 - 1 /
     steps of an epoch). epoch_median and epoch_mean begin anew with each epoch."""
-    eval_every: int | str = "1 epoch"
+    eval_every: NonNegativeInt | Time = "1 epoch"
     """Evaluation interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 evaluates only at the end."""
-    save_every: int | str = "1 epoch"
+    save_every: NonNegativeInt | Time = "1 epoch"
     """Checkpoint interval: optimizer steps, or a number of epochs such as "2 epochs"; 0 saves only at the end. Before
     each evaluation the state is saved too."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep, in addition to `best`."""
-    keep_every: int | str = 0
+    keep_every: NonNegativeInt | Time = 0
     """Keep every checkpoint whose step is a multiple of this interval for good: optimizer steps, or a number of epochs
     such as "100 epochs"; 0 keeps none for good."""
     resume: str = "never"
@@ -87,10 +88,10 @@ class RunConfig:
     PyTorch's default, which is TF32 in convolutions only."""
     deterministic: bool = False
     """Use deterministic algorithms; operations that have none are named in one warning."""
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
     """CPU threads of each process. null: OMP_NUM_THREADS; if `accelerate launch` set that to 1 by itself, the cores are
     divided among the processes instead."""
-    hang_minutes: PositiveFloat = 30.0
+    hang_minutes: Minutes = 30.0
     """Timeout in minutes after which a process that waits for another one ends the run, once training has begun. It
     must be longer than an evaluation and than the report at the end."""
     probe_memory: bool = False
@@ -144,14 +145,14 @@ class DataConfig:
     """Number of data loading processes per device."""
     batch_size_per_device: PositiveInt = 16
     """Number of images in a micro-batch on each device."""
-    image_size: PositiveInt | list[int] = 128
+    image_size: PositiveInt | list[PositiveInt] = 128
     """Size in pixels that images are resized to: the side of a square, or [height, width], such as [384, 640] for
     pictures of 16:9; not used with `data.scales`."""
     tile: PositiveInt | list[PositiveInt] | None = None
     """Cut large pictures into windows of this size in pixels: the longer side, with the aspect of `data.image_size`, or
     [height, width]. Training sees windows, evaluation joins the detections of all windows of a picture. null: whole
     pictures."""
-    tile_overlap: NonNegativeFloat = 0.2
+    tile_overlap: ShareOfTile = 0.2
     """With `data.tile`, the share of a side that neighbouring windows have in common, 0 to 0.9; objects up to that size
     are whole in one of them."""
     tile_visible: ClosedUnitInterval = 0.25
@@ -160,7 +161,7 @@ class DataConfig:
     tile_empty: ClosedUnitInterval = 0.25
     """With `data.tile`, the share of the windows without objects that training sees in an epoch, others in each epoch;
     0: none, 1: all."""
-    scales: list[int] = field(default_factory=list)
+    scales: list[PositiveInt] = field(default_factory=list)
     """Lengths of the shorter image side in pixels: training draws one for each image, evaluation uses the last one.
     Empty: images get `data.image_size`."""
     max_size: PositiveInt = 1333
@@ -178,11 +179,11 @@ class DataConfig:
     {west of: east of}."""
     photometric: bool = False
     """Jitter brightness, contrast, saturation and hue of training images."""
-    zoom_out: float = 1.0
+    zoom_out: Magnification = 1.0
     """Place half of the training images on a canvas of up to this multiple of their sides; 1 disables it."""
     iou_crop: bool = False
     """Crop training images to a random region with a randomly drawn minimum IoU with the boxes, as in SSD."""
-    multi_scale: list[int | list[int]] = field(default_factory=list)
+    multi_scale: list[PositiveInt | list[PositiveInt]] = field(default_factory=list)
     """Multi-scale training: image sizes in pixels, sides or [height, width] of the aspect of `data.image_size`, one
     drawn for each batch. Empty: every batch has `data.image_size`."""
     multi_scale_every: PositiveInt = 1
@@ -211,7 +212,7 @@ class DataConfig:
     predicate_repeat_factor: ClosedUnitInterval = 0.0
     """Repeat-factor sampling threshold for relations (as in Li et al. 2021): images with predicates that occur in a
     smaller fraction of images are oversampled; 0 disables it."""
-    plain_epochs: float = 20
+    plain_epochs: NonNegativeFloat = 20
     """Number of final epochs without the augmentations in `data.plain_without`; a value below 1 is a fraction of the
     training."""
     plain_without: list[
@@ -266,7 +267,7 @@ class OptimConfig:
     """Learning rate of the backbone; null: `optim.lr`."""
     scale_lr_by_images: bool = False
     """Multiply all learning rates by the number of images in an optimizer step, over all processes."""
-    lr_multipliers: dict[str, float] = field(default_factory=dict)
+    lr_multipliers: dict[str, NonNegativeFloat] = field(default_factory=dict)
     """Learning rate factors by prefix of parameter names, such as {head: 10}."""
     layer_decay: PositiveFloat = 1.0
     """Layer-wise learning rate decay of a timm backbone: factor from each layer to the one before it; 1 disables it."""
@@ -282,7 +283,7 @@ class OptimConfig:
     """Momentum of SGD."""
     nesterov: bool = False
     """Use Nesterov momentum in SGD."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[MovingAverage] = field(default_factory=lambda: [0.9, 0.999])
     """Adam and AdamW: decay rates of the moving averages of gradients and of squared gradients."""
     max_norm: NonNegativeFloat = 0.1
     """Gradient clipping: maximum norm of the gradients of all parameters together; 0 disables it."""
@@ -296,7 +297,7 @@ class OptimConfig:
     ema_warmup: bool = True
     """Warm up the EMA: its decay starts at 0.1 and rises to `optim.ema_decay`, so that the initial weights are
     forgotten sooner."""
-    bn_momentum_final: float | None = None
+    bn_momentum_final: ClosedUnitInterval | None = None
     """BatchNorm momentum at the end of training, reached from 0.1 on a cosine schedule after the warm-up; null:
     unchanged."""
     gradient_table_every: NonNegativeInt = 0
@@ -320,7 +321,7 @@ class ScheduleConfig:
         "constant", "step", "multistep", "cosine", "poly", "linear", "exponential", "cyclic", "plateau"
     ] = "constant"
     """Shape of the learning rate after the warm-up; plateau reduces it when `eval.metric_for_best` stops improving."""
-    warmup_steps: int | str = 0
+    warmup_steps: NonNegativeInt | Time = 0
     """Length of the learning rate warm-up: optimizer steps, or a number of epochs such as "2 epochs"; 0 disables it."""
     warmup_factor: NonNegativeFloat = 0.001
     """Learning rate factor at the first step of the warm-up."""
@@ -329,10 +330,10 @@ class ScheduleConfig:
     per: Literal["step", "epoch"] = "step"
     """Update the learning rate at every optimizer step, or only at the start of an epoch; the warm-up is always by
     step."""
-    milestones: list[int | str] = field(default_factory=list)
+    milestones: list[NonNegativeInt | Time] = field(default_factory=list)
     """multistep, cyclic: optimizer steps, or epochs such as "30 epochs", after which the learning rate is multiplied by
     `schedule.gamma`."""
-    step_size: int | str = "200 epochs"
+    step_size: PositiveInt | Time = "200 epochs"
     """step: interval between two decays; cyclic: length of one stair; in optimizer steps, or epochs such as "200
     epochs"."""
     gamma: PositiveFloat = 0.1

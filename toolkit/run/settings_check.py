@@ -13,8 +13,8 @@ from pathlib import PurePath
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.base.number_types import WORDS
 from toolkit.base.text import did_you_mean
 
 _WORDS = {
@@ -23,11 +23,7 @@ _WORDS = {
     float: "a number",
     str: "text",
     type(None): "null",
-    PositiveInt: "a whole number above 0",
-    NonNegativeInt: "a whole number of at least 0",
-    PositiveFloat: "a number above 0",
-    NonNegativeFloat: "a number of at least 0",
-    ClosedUnitInterval: "a number from 0 to 1",
+    **WORDS,
 }
 
 
@@ -113,10 +109,20 @@ def nearest_or_all(word: str, choices: list[str]) -> str:
     return did_you_mean(word, choices, otherwise=listed)
 
 
+# Trainings compute in float32, and count in int64: what these cannot hold becomes infinite or ends a library's call.
+LARGEST_FLOAT = float.fromhex("0x1.fffffep+127")
+LARGEST_INT = 2**63 - 1
+
+
 def nonfinite_settings(key: str, value: object) -> list[str]:
-    """Return a sentence for every infinity and NaN in the value of the setting `key`, lists and dicts included."""
+    """Return a sentence for every number in the value of the setting `key`, lists and dicts included, that is NaN, or
+    that is not finite in float32 or int64."""
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{key} is {value}; expected a finite number."]
+    if isinstance(value, float) and abs(value) > LARGEST_FLOAT:
+        return [f"{key} is {value}; expected a number of at most {LARGEST_FLOAT:.1e}, the largest of float32."]
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return [f"{key} is {format_value(value)}; expected a number of at most {LARGEST_INT}."]
     if isinstance(value, dict):
         return [problem for name, item in value.items() for problem in nonfinite_settings(f"{key}.{name}", item)]
     if isinstance(value, list | tuple):
@@ -124,14 +130,19 @@ def nonfinite_settings(key: str, value: object) -> list[str]:
     return []
 
 
+MAY_BE_EMPTY = ("run.notes", "model.architecture")
+
+
 def not_text(key: str, value: object) -> list[str]:
-    """Return a sentence for every text in the value of the setting `key` that is not valid UTF-8."""
+    """Return a sentence for every text in the value of the setting `key` that is empty or not valid UTF-8."""
     if isinstance(value, dict):
         return [problem for name, item in value.items() for problem in not_text(f"{key}.{name}", item)]
     if isinstance(value, list | tuple):
         return [problem for item in value for problem in not_text(key, item)]
     if not isinstance(value, str | PurePath):
         return []
+    if value == "" and key not in MAY_BE_EMPTY:
+        return [f"{key} is empty; expected text. Is a variable of the shell not set?"]
     written = str(value).encode("utf-8", errors="replace").decode()
     if written == str(value):
         return []
@@ -139,10 +150,15 @@ def not_text(key: str, value: object) -> list[str]:
 
 
 def plain(value: object) -> object:
-    """Return a number of one of jsonargparse's checked types as `int` or `float`, and any other value as it is.
+    """Return numbers and texts of jsonargparse's checked types as `int`, `float` or `str`, alone or in a list, and any
+    other value as it is.
 
     Checkpoints, which hold settings such as an optimizer's `lr`, may not hold the checked types.
     """
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, float):
         return float(value)
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -173,9 +189,13 @@ def _fault(hint: Any, value: object) -> str:
     if value is None:  # which jsonargparse takes for any type
         return "" if hint is Any or type(None) in (hint, *get_args(hint)) else expected
     try:
-        return expected if nonfinite_settings("", _parsed(hint, value)) else ""
+        beyond = nonfinite_settings("", _parsed(hint, value))
     except (ArgumentError, OverflowError):  # OverflowError: a whole number beyond those of float
         return expected
+    if not beyond:
+        return ""
+    limit = beyond[0].partition(" of ")[2]
+    return f"{expected}, {limit}".removesuffix(".") if limit else expected
 
 
 def _parsed(hint: Any, value: object) -> object:

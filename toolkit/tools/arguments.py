@@ -2,9 +2,10 @@
 """
 
 import argparse
+import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class Program(argparse.ArgumentParser):
         super().error(message)
 
     def _get_values(self, action, arg_strings):
+        if "" in arg_strings:
+            raise argparse.ArgumentError(action, "the value is empty. Is a variable of the shell not set?")
         if action.option_strings and action.nargs == "+":
             self._taken["/".join(action.option_strings)] = list(arg_strings)
         try:
@@ -98,6 +101,43 @@ class Program(argparse.ArgumentParser):
         """Return the names of the positional arguments, as the usage shows them."""
         actions = (action for action in self._actions if not action.option_strings)
         return [action.metavar or action.dest for action in actions]
+
+
+MOST = 2**31 - 1  # what libraries take for a count, in 32 bits
+
+
+def whole_number(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Return the `type` of an argument that is a whole number from `least` to `most`, for `add_argument`."""
+    expected = "a whole number above 0" if least == 1 else f"a whole number from {least}"
+    if most != MOST:
+        expected += f", at most {most}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{shown(text) or repr(text)}: expected {expected}")
+        return value
+
+    return parse
+
+
+def finite_number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return the `type` of an argument that is a finite number from `least` to `most`, for `add_argument`."""
+    expected = f"a number from {least:g} to {most:g}" if math.isfinite(most) else f"a finite number from {least:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            raise argparse.ArgumentTypeError(f"{shown(text) or repr(text)}: expected {expected}")
+        return value
+
+    return parse
 
 
 def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import shown
 from toolkit.run.metrics_log import MetricsFollower
 from toolkit.run.status import read_status
 
@@ -136,10 +137,19 @@ def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int
 def resolved_settings(script: Path, arguments: Sequence[str]) -> dict:
     """Return the settings of a training script with these arguments, as nested dicts.
 
-    Raises BadInput with the message of the script if the script refuses the arguments.
+    Raises BadInput if there is no such script or it prints no settings, and with the message of the script if the
+    script refuses the arguments.
     """
+    if not Path(script).is_file():
+        raise BadInput(f"{shown(script)}: no such training script; expected a file such as scripts/train_detr.py")
     command = [sys.executable, str(script), *arguments, "--print_config"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise BadInput((ended.stderr or ended.stdout).strip() or f"{script} ended with {ended.returncode}")
-    return yaml.safe_load(ended.stdout)
+    try:
+        settings = yaml.safe_load(ended.stdout)
+    except yaml.YAMLError:
+        settings = None
+    if not isinstance(settings, dict) or not {"data", "optim"} <= settings.keys():
+        raise BadInput(f"{script}: prints no settings for --print_config; expected a training script")
+    return settings

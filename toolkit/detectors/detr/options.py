@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from toolkit.base.number_types import Layers
 from toolkit.models import DetectorOptions
 
 
@@ -10,22 +13,22 @@ from toolkit.models import DetectorOptions
 class TransformerOptions(DetectorOptions):
     """Settings of every member of the DETR family."""
 
-    d_model: int | None = 256
+    d_model: PositiveInt | None = 256
     """Hidden dimension of the transformer; null: a pretrained model's encoder and decoder have different ones."""
-    heads: int | None = 8
+    heads: PositiveInt | None = 8
     """Attention heads per transformer layer; null: a pretrained model's encoder and decoder have different numbers."""
-    encoder_layers: int = 6
+    encoder_layers: Layers = 6
     """Number of encoder layers."""
-    ffn_dim: int | None = 2048
+    ffn_dim: PositiveInt | None = 2048
     """Hidden dimension of the feed-forward layers; null: a pretrained model's encoder and decoder have different
     ones."""
-    num_queries: int = 300
+    num_queries: PositiveInt = 300
     """Number of object queries, each of which can detect one object per image."""
-    dropout: float = 0.0
+    dropout: ClosedUnitInterval = 0.0
     """Dropout probability in the transformer."""
     mean: list[float] | None = None
     """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training, else ImageNet's."""
-    std: list[float] | None = None
+    std: list[PositiveFloat] | None = None
     """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training, else
     ImageNet's."""
 
@@ -34,14 +37,14 @@ class TransformerOptions(DetectorOptions):
 class DecoderOptions(TransformerOptions):
     """Members with matching cost weights and a decoder of adjustable depth."""
 
-    class_cost: float = 2.0
+    class_cost: NonNegativeFloat = 2.0
     """Matching cost weight of the class probability, in the assignment of queries to objects."""
-    bbox_cost: float = 5.0
+    bbox_cost: NonNegativeFloat = 5.0
     """Matching cost weight of the L1 distance between boxes, in the assignment of queries to objects."""
-    giou_cost: float = 2.0
+    giou_cost: NonNegativeFloat = 2.0
     """Matching cost weight of the generalised IoU of boxes, in the assignment of queries to objects."""
 
-    decoder_layers: int = 6
+    decoder_layers: Layers = 6
     """Number of decoder layers."""
     aux_loss: bool = True
     """Compute the losses after every decoder layer (auxiliary losses) instead of the last one only."""
@@ -63,7 +66,7 @@ class ConditionalDetrOptions(BackboneOptions):
     """Conditional DETR."""
 
     architecture: str = "conditional_detr"
-    dropout: float = 0.1
+    dropout: ClosedUnitInterval = 0.1
     dilation: bool = False
     """Use dilation instead of stride in the last stage of the backbone (DC5), which doubles the resolution of its
     feature map."""
@@ -74,7 +77,7 @@ class DabDetrOptions(ConditionalDetrOptions):
     """DAB-DETR."""
 
     architecture: str = "dab-detr"
-    dropout: float = 0.0
+    dropout: ClosedUnitInterval = 0.0
 
 
 @dataclass
@@ -82,9 +85,9 @@ class DetrOptions(ConditionalDetrOptions):
     """DETR."""
 
     architecture: str = "detr"
-    num_queries: int = 100
-    class_cost: float = 1.0
-    eos_coef: float = 0.1
+    num_queries: PositiveInt = 100
+    class_cost: NonNegativeFloat = 1.0
+    eos_coef: NonNegativeFloat = 0.1
     """Weight of the no-object class in the classification loss, relative to 1 for the class of an object."""
     position_embedding: Literal["sine", "learned"] = "sine"
     """Position encoding of the feature map: fixed sines, or learned embeddings, which cover 50 positions along a side
@@ -103,9 +106,9 @@ class DeformableDetrOptions(BackboneOptions):
     """Deformable DETR."""
 
     architecture: str = "deformable_detr"
-    ffn_dim: int | None = 1024
-    dropout: float = 0.1
-    d_model: int | None = 256
+    ffn_dim: PositiveInt | None = 1024
+    dropout: ClosedUnitInterval = 0.1
+    d_model: PositiveInt | None = 256
     """Hidden dimension of the transformer, a multiple of 32."""
     box_refine: Literal["none", "iterative", "two_stage"] = "none"
     """Box refinement: none (all decoder layers use the same reference points), iterative (each layer refines the boxes
@@ -121,14 +124,14 @@ class RfDetrOptions(DecoderOptions):
     """Published size: patches, windows and positions of the backbone and number of decoder layers. The publisher trains
     nano with images of 384 pixels, small of 512, medium of 576, large (of 2026) of 704, and base, which it no longer
     recommends, of 560. null: a pretrained model has another one."""
-    heads: int | None = 8
+    heads: PositiveInt | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
-    encoder_layers: int = 11
+    encoder_layers: Layers = 11
     """Number of layers of the vision transformer backbone; if it is not given, that of the size (base 11, because the
     twelfth lies behind its deepest feature map and is not built; others 12). Other numbers give a map at each quarter.
     """
-    decoder_layers: int = 3
+    decoder_layers: Layers = 3
     """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
     masks: bool = False
     """Also predict a mask of each object, at a quarter of the size of the image; the data need masks."""
@@ -143,14 +146,14 @@ class LwDetrOptions(DecoderOptions):
     """Published size: the vision transformer that is the backbone, its feature maps, and the settings of structure that
     are not given. The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another
     backbone."""
-    heads: int | None = 8
+    heads: PositiveInt | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
-    encoder_layers: int = 10
+    encoder_layers: Layers = 10
     """Number of layers of the vision transformer backbone; if it is not given, that of the size (tiny 6, others 10)."""
-    decoder_layers: int = 3
+    decoder_layers: Layers = 3
     """Number of decoder layers."""
-    num_queries: int = 300
+    num_queries: PositiveInt = 300
     """Number of object queries, each of which can detect one object per image; if it is not given, that of the size
     (tiny 100, others 300)."""
 
@@ -159,19 +162,19 @@ class LwDetrOptions(DecoderOptions):
 class HybridOptions(TransformerOptions):
     """RT-DETR-v2 and its successors, apart from their backbones."""
 
-    encoder_layers: int = 1
+    encoder_layers: Layers = 1
     """Number of transformer layers in the encoder."""
-    decoder_layers: int = 6
+    decoder_layers: Layers = 6
     """Number of decoder layers, at least 2."""
-    ffn_dim: int | None = 1024
-    num_queries: int = 300
+    ffn_dim: PositiveInt | None = 1024
+    num_queries: PositiveInt = 300
     """Number of object queries, each of which can detect one object per image; at most the number of positions in the
     feature maps of an image."""
-    num_denoising: int = 100
+    num_denoising: NonNegativeInt = 100
     """Number of denoising queries in training, made from the annotated objects of an image; 0 disables denoising."""
-    hidden_expansion: float = 1.0
+    hidden_expansion: PositiveFloat = 1.0
     """Width of the encoder's convolution blocks as a fraction of `model.d_model`."""
-    varifocal_gamma: float = 2.0
+    varifocal_gamma: NonNegativeFloat = 2.0
     """Focusing exponent of the varifocal classification loss: the larger, the less do wrong classes with a low
     probability count. 1 separates classes sooner when training from random weights."""
 
@@ -193,7 +196,7 @@ class RTDetrV2Options(HybridOptions):
 class RefinementOptions(HybridOptions):
     """D-FINE and its successors, apart from their backbones."""
 
-    depth_mult: float = 0.34
+    depth_mult: PositiveFloat = 0.34
     """Depth multiplier: number of blocks in the encoder's convolution layers as a fraction of 3."""
     union_matching: bool = True
     """Compute box losses on the union of the matches of all decoder layers, instead of on each layer's own matches."""
@@ -206,8 +209,8 @@ class DFineOptions(RefinementOptions, RTDetrV2Options):
     architecture: str = "d_fine"
     backbone: str | None = "hgnetv2_b0"
     freeze: Literal["paper", "norms", "none"] = "none"
-    decoder_layers: int = 3
-    hidden_expansion: float = 0.5
+    decoder_layers: Layers = 3
+    hidden_expansion: PositiveFloat = 0.5
 
 
 @dataclass
@@ -223,12 +226,12 @@ class Deimv2Options(DFineOptions):
     """Choose queries, embed their positions and predict as DEIMv2's own program does, with whose weights transformers'
     DEIMv2 predicts something else. Files of that program are always used so. transformers has no such DEIMv2, so
     `final/` is then in this toolkit's own format."""
-    d_model: int | None = 192
-    ffn_dim: int | None = 512
-    decoder_layers: int = 4
-    hidden_expansion: float = 0.34
-    depth_mult: float = 0.67
-    varifocal_gamma: float = 1.5
+    d_model: PositiveInt | None = 192
+    ffn_dim: PositiveInt | None = 512
+    decoder_layers: Layers = 4
+    hidden_expansion: PositiveFloat = 0.34
+    depth_mult: PositiveFloat = 0.67
+    varifocal_gamma: NonNegativeFloat = 1.5
 
 
 @dataclass
@@ -239,9 +242,9 @@ class EcdetOptions(RefinementOptions):
     size: Literal["s", "m", "l", "x"] | None = "s"
     """Published size: the vision transformer that is the backbone, and the settings of structure that are not given.
     The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another backbone."""
-    d_model: int | None = 192
-    ffn_dim: int | None = 512
-    decoder_layers: int = 4
-    hidden_expansion: float = 0.34
-    depth_mult: float = 0.67
-    varifocal_gamma: float = 1.5
+    d_model: PositiveInt | None = 192
+    ffn_dim: PositiveInt | None = 512
+    decoder_layers: Layers = 4
+    hidden_expansion: PositiveFloat = 0.34
+    depth_mult: PositiveFloat = 0.67
+    varifocal_gamma: NonNegativeFloat = 1.5

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from toolkit.base.number_types import Layers, LayersOrNone
 from toolkit.models import DetectorOptions
 
 
@@ -17,56 +20,56 @@ class TwoStageOptions(DetectorOptions):
         "rpn_pre_nms_top_n_test",
         "rpn_post_nms_top_n_test",
     )
-    rpn_pre_nms_top_n_train: int = 2000
+    rpn_pre_nms_top_n_train: PositiveInt = 2000
     """RPN in training: number of best anchors per level before non-maximum suppression."""
-    rpn_pre_nms_top_n_test: int = 1000
+    rpn_pre_nms_top_n_test: PositiveInt = 1000
     """RPN in evaluation: number of best anchors per level before non-maximum suppression."""
-    rpn_post_nms_top_n_train: int = 2000
+    rpn_post_nms_top_n_train: PositiveInt = 2000
     """RPN in training: maximum number of proposals per image after non-maximum suppression."""
-    rpn_post_nms_top_n_test: int = 1000
+    rpn_post_nms_top_n_test: PositiveInt = 1000
     """RPN in evaluation: maximum number of proposals per image after non-maximum suppression."""
-    rpn_nms_thresh: float = 0.7
+    rpn_nms_thresh: ClosedUnitInterval = 0.7
     """RPN: IoU above which non-maximum suppression removes the lower-scoring of two proposals."""
-    rpn_fg_iou_thresh: float = 0.7
+    rpn_fg_iou_thresh: ClosedUnitInterval = 0.7
     """RPN: minimum IoU with an object for an anchor to be a positive training sample."""
-    rpn_bg_iou_thresh: float = 0.3
+    rpn_bg_iou_thresh: ClosedUnitInterval = 0.3
     """RPN: IoU with all objects below which an anchor is a negative training sample."""
-    rpn_batch_size_per_image: int = 256
+    rpn_batch_size_per_image: PositiveInt = 256
     """RPN: number of anchors sampled per image for the losses."""
-    rpn_positive_fraction: float = 0.5
+    rpn_positive_fraction: ClosedUnitInterval = 0.5
     """RPN: maximum fraction of positives among the sampled anchors."""
-    rpn_crowd_overlap: float = 0.7
+    rpn_crowd_overlap: ClosedUnitInterval = 0.7
     """RPN: fraction of an anchor's area inside a crowd region from which the anchor is ignored in training."""
-    rpn_min_size: float = 1e-3
+    rpn_min_size: NonNegativeFloat = 1e-3
     """RPN: minimum side of a proposal in pixels; smaller proposals are dropped."""
-    rpn_smooth_l1_beta: float = 1 / 9
+    rpn_smooth_l1_beta: NonNegativeFloat = 1 / 9
     """RPN: transition point from quadratic to linear of the smooth L1 box loss, in box deltas (1 / sigma^2 in other
     programs)."""
-    rpn_score_thresh: float = 0.0
+    rpn_score_thresh: ClosedUnitInterval = 0.0
     """RPN: minimum objectness probability of a proposal."""
-    score_threshold: float = 0.05
+    score_threshold: ClosedUnitInterval = 0.05
     """Minimum class probability of a detection."""
-    nms_threshold: float = 0.5
+    nms_threshold: ClosedUnitInterval = 0.5
     """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
-    detections_per_image: int = 100
+    detections_per_image: PositiveInt = 100
     """Maximum number of detections per image."""
-    box_fg_iou_thresh: float = 0.5
+    box_fg_iou_thresh: ClosedUnitInterval = 0.5
     """Box head: minimum IoU with an object for a proposal to be a positive training sample of its class."""
-    box_bg_iou_thresh: float = 0.5
+    box_bg_iou_thresh: ClosedUnitInterval = 0.5
     """Box head: IoU with all objects below which a proposal is a negative training sample (background)."""
-    box_bg_iou_from: float = 0.0
+    box_bg_iou_from: ClosedUnitInterval = 0.0
     """Box head: minimum IoU for a negative training sample; proposals below it are ignored in training (see
     `model.box_bg_iou_thresh`)."""
-    box_crowd_overlap: float = 0.7
+    box_crowd_overlap: ClosedUnitInterval = 0.7
     """Box head: fraction of a proposal's area inside a crowd region from which the proposal is ignored in training."""
-    bbox_reg_weights: list[float] = field(default_factory=lambda: [10.0, 10.0, 5.0, 5.0])
+    bbox_reg_weights: list[PositiveFloat] = field(default_factory=lambda: [10.0, 10.0, 5.0, 5.0])
     """Box head: scale factors of the four regression targets (x, y, width, height)."""
-    box_smooth_l1_beta: float = 1 / 9
+    box_smooth_l1_beta: NonNegativeFloat = 1 / 9
     """Box head: transition point from quadratic to linear of the smooth L1 box loss, in box deltas times
     `model.bbox_reg_weights` (1 / sigma^2 in other programs)."""
-    box_batch_size_per_image: int = 512
+    box_batch_size_per_image: PositiveInt = 512
     """Box head: number of proposals sampled per image for the losses."""
-    box_positive_fraction: float = 0.25
+    box_positive_fraction: ClosedUnitInterval = 0.25
     """Box head: maximum fraction of positives among the sampled proposals."""
     masks: bool = False
     """Also predict a mask of each object, as Mask R-CNN; the data need masks."""
@@ -87,27 +90,27 @@ class FasterRcnnOptions(TwoStageOptions):
     """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none."""
     strides: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
     """Strides in pixels of the feature pyramid levels that boxes are pooled from, each twice the previous one."""
-    fpn_channels: int = 256
+    fpn_channels: PositiveInt = 256
     """Number of channels of the feature pyramid."""
     head_norm: Literal["none", "batch", "group", "sync"] = "none"
     """Normalisation layers after the convolutions of the feature pyramid and the box head: none, batch, group or
     sync."""
-    anchor_sizes: list[list[float]] = field(default_factory=lambda: [[32.0], [64.0], [128.0], [256.0], [512.0]])
+    anchor_sizes: list[list[PositiveFloat]] = field(default_factory=lambda: [[32.0], [64.0], [128.0], [256.0], [512.0]])
     """Anchor sizes per level in pixels (square roots of areas). One more level than `model.strides` adds a coarser
     level that is used for proposals only."""
-    aspect_ratios: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
+    aspect_ratios: list[PositiveFloat] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     """Aspect ratios of the anchors, height divided by width."""
-    rpn_convs: int = 1
+    rpn_convs: Layers = 1
     """RPN: number of 3 x 3 convolutions in the head."""
-    box_convs: int = 0
+    box_convs: LayersOrNone = 0
     """Box head: number of 3 x 3 convolutions; 0 uses a second linear layer instead."""
-    representation_size: int = 1024
+    representation_size: PositiveInt = 1024
     """Box head: hidden dimension of the linear layers."""
-    mask_convs: int = 4
+    mask_convs: Layers = 4
     """Mask branch (see `model.masks`): number of 3 x 3 convolutions."""
-    mask_channels: int = 256
+    mask_channels: PositiveInt = 256
     """Mask branch: number of channels of its convolutions."""
-    norm_eps: float = 1e-5
+    norm_eps: NonNegativeFloat = 1e-5
     """Epsilon of the backbone's frozen batch norms; 0 in Detectron and maskrcnn-benchmark."""
     stride_in_1x1: bool = False
     """Put the stride of a ResNet stage into the 1 x 1 convolution of its first block, as in Caffe2 models, instead of
@@ -119,7 +122,7 @@ class FasterRcnnOptions(TwoStageOptions):
     and `model.aspect_ratios`."""
     mean: list[float] | None = None
     """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
-    std: list[float] | None = None
+    std: list[PositiveFloat] | None = None
     """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
 
 
@@ -134,7 +137,7 @@ class ResNet50Options(TwoStageOptions):
     with `model.pretrained`."""
     freeze: Literal["paper", "norms"] = "paper"
     """Backbone parts to freeze: paper (stem, first stage and batch norms) or norms (batch norms only)."""
-    norm_eps: float = 1e-5
+    norm_eps: NonNegativeFloat = 1e-5
     """Epsilon of the frozen batch norms; 0 in torchvision's published detector."""
 
 

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from toolkit.base.number_types import MovingAverage
 from toolkit.models import DetectorOptions
 
 
@@ -40,14 +43,14 @@ class SceneGraphOptions(DetectorOptions):
     """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it, and the moving
     prototypes of react_pp), detector_and_norms, or none. A trainable detector learns its feature maps only in predcls.
     null: detector if `model.detector` is given."""
-    map_channels: int = 256
+    map_channels: PositiveInt = 256
     """Number of channels that 1 x 1 convolutions project the detector's feature maps to before boxes are pooled; a
     Faster R-CNN has its own."""
-    representation_size: int = 1024
+    representation_size: PositiveInt = 1024
     """Dimension of object and pair features on a detector other than Faster R-CNN, which has its own."""
-    hidden_dim: int = 512
+    hidden_dim: PositiveInt = 512
     """Hidden dimension of the relation head."""
-    embed_dim: int = 200
+    embed_dim: PositiveInt = 200
     """Dimension of the class embeddings."""
     word_vectors: str | None = None
     """Text file of word vectors, such as glove.6B.200d.txt, to initialise the class embeddings; null: random
@@ -61,36 +64,36 @@ class SceneGraphOptions(DetectorOptions):
     whole_pixels: bool = False
     """Boxes of data and graphs end at their last pixel, as Scene-Graph-Benchmark takes those of Visual Genome; the
     detector below is given boxes one pixel longer."""
-    pairs_per_image: int = 1024
+    pairs_per_image: PositiveInt = 1024
     """Number of object pairs sampled per image in training."""
-    positive_fraction: float = 0.25
+    positive_fraction: ClosedUnitInterval = 0.25
     """Maximum fraction of pairs with a relation among the sampled pairs."""
-    pairs_per_relation: int = 4
+    pairs_per_relation: PositiveInt = 4
     """sgdet: maximum number of detection pairs sampled per annotated relation in training."""
-    match_iou: float = 0.5
+    match_iou: ClosedUnitInterval = 0.5
     """sgdet: minimum IoU with an annotated object for a detection to stand for it in training."""
     add_annotated_boxes: bool = True
     """sgdet: add the annotated boxes to the detector's proposals in training."""
     require_overlap: bool = False
     """sgdet: consider only pairs of overlapping boxes, in training and evaluation."""
-    detections_per_image: int = 80
+    detections_per_image: PositiveInt = 80
     """sgdet: maximum number of detected objects per image."""
-    score_threshold: float = 0.05
+    score_threshold: ClosedUnitInterval = 0.05
     """sgdet: minimum score of a detection; a Faster R-CNN has its own in `model.detector_options`."""
-    nms_threshold: float = 0.5
+    nms_threshold: ClosedUnitInterval = 0.5
     """sgdet: IoU from which two objects of an image cannot have the same class."""
-    label_smoothing: float = 0.0
+    label_smoothing: ClosedUnitInterval = 0.0
     """Label smoothing of predicates and classes: probability mass that is spread evenly over all of them."""
-    rare_predicate_power: float = 0.0
+    rare_predicate_power: NonNegativeFloat = 0.0
     """Exponent p of the predicate weights (largest count / count) ** p in the relation loss, which make rare predicates
     count more; 0 weighs all equally."""
-    class_balanced_beta: float = 0.0
+    class_balanced_beta: MovingAverage = 0.0
     """Class-balanced predicate weights (Cui et al., 2019): 1 / effective number with this beta, such as 0.999; 0
     disables it. Not together with `model.rare_predicate_power`."""
-    prior_adjustment: float = 0.0
+    prior_adjustment: NonNegativeFloat = 0.0
     """Logit adjustment at inference (Menon et al., 2021): factor of the log-frequency of a predicate in the training
     data that is subtracted from its logit. 1 makes rare predicates as likely as frequent ones; 0 disables it."""
-    norm_momentum: float | None = None
+    norm_momentum: ClosedUnitInterval | None = None
     """BatchNorm momentum of head and union features; short runs need 0.1. null: the published 0.001 and 0.01, whose
     running statistics take tens of thousands of steps."""
 
@@ -114,19 +117,19 @@ class EgtrOptions(DetectorOptions):
     """Parts to freeze: detector (the DETR), norms (its batch norms) or none."""
     frequency_bias: bool = True
     """Initialise predicate logits from the frequency of each predicate between two classes in the training data."""
-    smoothing: float = 1e-14
+    smoothing: ClosedUnitInterval = 1e-14
     """Adaptive smoothing, between 0 and 1: by how much less than 1 a perfect detection counts. The target probability
     of a relation is the product of the quality of its two detections; the larger the value, the less an inaccurate
     detection counts."""
-    unrelated_per_relation: int = 80
+    unrelated_per_relation: NonNegativeInt = 80
     """Negative sampling: number of wrong predicates between objects in the loss, per annotated relation of an image."""
-    unmatched_per_relation: int = 80
+    unmatched_per_relation: NonNegativeInt = 80
     """Negative sampling: number of predicates of unmatched queries in the loss, per annotated relation of an image."""
     hardest_unrelated: bool = True
     """Hard negative mining: sample the most likely wrong predicates between objects, instead of random ones."""
     hardest_unmatched: bool = True
     """Hard negative mining: sample the most likely predicates of unmatched queries, instead of random ones."""
-    prior_adjustment: float = 0.0
+    prior_adjustment: NonNegativeFloat = 0.0
     """Logit adjustment at inference (Menon et al., 2021): factor of the log-frequency of a predicate in the training
     data that is subtracted from its logit. 1 makes rare predicates as likely as frequent ones; 0 disables it."""
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
+
 from toolkit.models import DetectorOptions
 
 
@@ -22,45 +24,45 @@ class SsdOptions(DetectorOptions):
     strides: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, -1])
     """Strides in pixels of the feature levels: strides of the backbone in increasing order, then levels of twice the
     previous stride; -1 at the end is one level for the whole image."""
-    channels: list[int] = field(default_factory=lambda: [512, 256, 256, 128, 128, 64])
+    channels: list[PositiveInt] = field(default_factory=lambda: [512, 256, 256, 128, 128, 64])
     """Number of channels that the feature map of each level is projected to."""
-    aspect_ratios: list[list[float]] = field(
+    aspect_ratios: list[list[PositiveFloat]] = field(
         default_factory=lambda: [[2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0]]
     )
     """Aspect ratios of the anchors of each level, in addition to two squares; each is used as width to height and as
     height to width."""
-    min_scale: float = 0.1
+    min_scale: PositiveFloat = 0.1
     """Side of the small square anchors of the finest level, as a fraction of the image side."""
-    max_scale: float = 1.05
+    max_scale: PositiveFloat = 1.05
     """Side of the small square anchors that a further, coarsest level would have, as a fraction of the image side;
     levels between are spaced evenly."""
     clip_anchors: bool = True
     """Clip centres and sides of anchors to the image."""
-    iou_threshold: float = 0.5
+    iou_threshold: ClosedUnitInterval = 0.5
     """Minimum IoU with an object for an anchor to be a positive training sample."""
-    center_variance: float = 0.1
+    center_variance: PositiveFloat = 0.1
     """Scale of the regression targets of box centres, as a fraction of the anchor's sides."""
-    size_variance: float = 0.2
+    size_variance: PositiveFloat = 0.2
     """Scale of the regression targets of box sides, which are logarithms."""
-    negatives_per_positive: int = 3
+    negatives_per_positive: NonNegativeInt = 3
     """Hard negative mining: number of background anchors per positive anchor of an image in the classification loss,
     those with the largest loss."""
-    label_smoothing: float = 0.0
+    label_smoothing: ClosedUnitInterval = 0.0
     """Label smoothing of the classification loss: probability mass that is spread evenly over all classes."""
-    self_weighting_steps: int = 0
+    self_weighting_steps: NonNegativeInt = 0
     """Number of optimizer steps during which the box loss is reweighted to the magnitude of the classification loss; 0
     disables it."""
-    self_weighting_every: int = 200
+    self_weighting_every: PositiveInt = 200
     """Number of optimizer steps between two updates of that weight (`model.self_weighting_steps`)."""
-    score_threshold: float = 0.01
+    score_threshold: ClosedUnitInterval = 0.01
     """Minimum class probability of a detection."""
-    nms_threshold: float = 0.5
+    nms_threshold: ClosedUnitInterval = 0.5
     """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
-    candidates_per_class: int = 400
+    candidates_per_class: PositiveInt = 400
     """Maximum number of candidates per class and image before non-maximum suppression."""
     mean: list[float] | None = None
     """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
-    std: list[float] | None = None
+    std: list[PositiveFloat] | None = None
     """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
 
 
@@ -80,16 +82,16 @@ class Ssd300Options(DetectorOptions):
     inference_only: ClassVar[tuple[str, ...]] = ("score_threshold", "nms_threshold")
     architecture: str = "ssd300_vgg16"
     """Detector: a name of this toolkit, or `module:Class` of your own; this one is torchvision's."""
-    iou_threshold: float = 0.5
+    iou_threshold: ClosedUnitInterval = 0.5
     """Minimum IoU with an object for an anchor to be a positive training sample."""
-    negatives_per_positive: int = 3
+    negatives_per_positive: NonNegativeInt = 3
     """Hard negative mining: number of background anchors per positive anchor of an image in the classification loss,
     those with the largest loss."""
-    score_threshold: float = 0.01
+    score_threshold: ClosedUnitInterval = 0.01
     """Minimum class probability of a detection."""
-    nms_threshold: float = 0.45
+    nms_threshold: ClosedUnitInterval = 0.45
     """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
-    candidates_per_class: int = 400
+    candidates_per_class: PositiveInt = 400
     """Maximum number of candidates per class and image before non-maximum suppression."""
 
 
@@ -100,9 +102,9 @@ class Ssdlite320Options(Ssd300Options):
 
     architecture: str = "ssdlite320_mobilenet_v3_large"
     """Detector: a name of this toolkit, or `module:Class` of your own; this one is torchvision's."""
-    score_threshold: float = 0.001
+    score_threshold: ClosedUnitInterval = 0.001
     """Minimum class probability of a detection."""
-    nms_threshold: float = 0.55
+    nms_threshold: ClosedUnitInterval = 0.55
     """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
-    candidates_per_class: int = 300
+    candidates_per_class: PositiveInt = 300
     """Maximum number of candidates per class and image before non-maximum suppression."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
+
 from toolkit.models import DetectorOptions
 
 # (w, h) in pixels of the network input, deep to shallow; from k-means on COCO at 416 px.
@@ -25,29 +27,29 @@ class Yolov3Options(DetectorOptions):
     norm: Literal["batch", "frozen", "group", "sync"] = "batch"
     """Normalisation layers: batch (BatchNorm), frozen (BatchNorm with fixed statistics and weights; backbone only),
     group (GroupNorm) or sync (BatchNorm with statistics over all processes)."""
-    leaky_slope: float | None = None
+    leaky_slope: NonNegativeFloat | None = None
     """Negative slope of the leaky ReLUs of a Darknet; null: 0.1, as in YOLO. timm's pretrained weights were trained
     with 0.01, which must be given with them."""
-    head_channels: list[int] | None = None
+    head_channels: list[PositiveInt] | None = None
     """Channels of the heads at strides 32, 16 and 8; null: half the channels of the backbone's feature maps."""
-    anchors: list[list[list[float]]] = field(default_factory=_default_anchors)
+    anchors: list[list[list[PositiveFloat]]] = field(default_factory=_default_anchors)
     """Anchors as [width, height] in pixels of the network input: three lists, for strides 32, 16 and 8. `python -m
     toolkit.tools.anchors` computes them for a data set."""
     label_smoothing: bool = False
     """Label smoothing: class targets are s and 1 - s instead of 0 and 1, where s = min(1 / classes, 1 / 40)."""
-    ignore_iou: float = 0.7
+    ignore_iou: ClosedUnitInterval = 0.7
     """IoU with an object above which a prediction that is not assigned to it is ignored by the objectness loss, instead
     of being a negative."""
-    objectness_prior: float = 0.5
+    objectness_prior: ClosedUnitInterval = 0.5
     """Initial objectness probability of the heads. 0.01 spares short runs from random weights the steps in which they
     learn that most cells are empty."""
-    score_threshold: float = 0.01
+    score_threshold: ClosedUnitInterval = 0.01
     """Minimum score of a detection, objectness times class probability."""
-    nms_threshold: float = 0.45
+    nms_threshold: ClosedUnitInterval = 0.45
     """IoU above which non-maximum suppression removes the lower-scoring of two detections of the same class."""
-    nms_topk: int = 400
+    nms_topk: PositiveInt = 400
     """Maximum number of candidates per image, over all classes, before non-maximum suppression."""
     mean: list[float] | None = None
     """Mean RGB values in [0, 1] for normalising images; null: those of the backbone's training."""
-    std: list[float] | None = None
+    std: list[PositiveFloat] | None = None
     """Standard deviations of RGB values in [0, 1] for normalising images; null: those of the backbone's training."""

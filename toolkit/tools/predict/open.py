@@ -2,7 +2,7 @@
 `toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from the run folder alone.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +24,9 @@ from toolkit.models.final import load_detector_folder, load_detector_weights, re
 from toolkit.models.weights.pretrained import cached_when_offline, load_pretrained, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.tools.arguments import add_data_flag
+from toolkit.tools.arguments import add_data_flag, whole_number
 from toolkit.tools.export.exported_files import MIN_TOP_K, open_exported
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text}: expected a whole number above 0")
-    return int(text)
-
 
 MAX_DETECTIONS_HELP = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
 IMAGE_DIR_HELP = "folder, archive or URL of the images, if not those of the run; may be repeated"
@@ -44,7 +37,7 @@ MODEL_FLAGS = {
     "--image-dir": {"help": IMAGE_DIR_HELP},
     "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
     "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
-    "--max-detections": {"type": _count, "metavar": "N", "help": MAX_DETECTIONS_HELP},
+    "--max-detections": {"type": whole_number(1), "metavar": "N", "help": MAX_DETECTIONS_HELP},
     "--trust": {"action": "store_true", "help": TRUST_HELP},
 }
 DATA_FLAGS = ("--image-dir", "--format", "--path")
