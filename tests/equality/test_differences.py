@@ -31,7 +31,7 @@ def test_the_last_bit_of_a_number_is_a_difference():
 def test_texts_keep_nothing_of_place_and_time():
     checkout = Checkout.__new__(Checkout)
     checkout.folder = Path("/tmp/x")
-    checkout.project = Path("/home/me/project")
-    text = "/home/me/project/runs: eta 0:01:02  0.143 s/step  1.0 GiB, in 3.2 s; /tmp/x/shapes"
+    checkout.project = Path("/place/of/project")
+    text = "/place/of/project/runs: eta 0:01:02  0.143 s/step  1.0 GiB, in 3.2 s; /tmp/x/shapes"
     same = "<project>/runs: eta <time>  <number> s/step  <number> GiB, in <time> s; <work>/shapes"
     assert checkout.plain(text) == same
