@@ -89,6 +89,41 @@ def test_memory_does_not_grow_with_the_length(tmp_path):
     assert len(used) == 1000 and (max(used[900:]) - max(used[100:200])) / 2**20 < 20
 
 
+@pytest.mark.parametrize("name", ["film.mp4", "film.mkv", "film.ts"])
+@pytest.mark.parametrize("begin_s", [0, 5])
+def test_frames_keep_their_times_and_begin_at_0(tmp_path, name, begin_s):
+    """Of a variable rate, as of a phone or a screen."""
+    times_s = [0, 0.04, 0.08, 1, 1.04, 2, 2.96]
+    with av.open(str(tmp_path / name), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.pix_fmt, stream.height, stream.width = "yuv420p", 48, 64
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for index, time_s in enumerate(times_s):
+            picture = av.VideoFrame.from_ndarray(frame(index), format="rgb24").reformat(format="yuv420p")
+            picture.time_base = Fraction(1, 1000)
+            picture.pts = round(1000 * (begin_s + time_s))
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    out, drawn = tmp_path / "out.jsonl", tmp_path / "out.mp4"
+    predict_video(PREDICTOR, tmp_path / name, out, drawn, batch_size=2)
+    assert [each["time_s"] for each in lines(out)] == pytest.approx(times_s, abs=0.002)
+    with av.open(str(drawn)) as container:
+        assert [each.time for each in container.decode(video=0)] == pytest.approx(times_s, abs=0.002)
+        stream = container.streams.video[0]
+        shown_s = float(stream.duration * stream.time_base)
+        assert 2.96 < shown_s < 3.5
+
+
+def test_frames_without_a_time_or_with_one_of_the_past_follow_by_the_rate(tmp_path):
+    writer = VideoWriter(tmp_path / "film.mp4", Fraction(10))
+    for time_s in (None, None, 1.0, 0.2, None, 1.15, 2.0):
+        writer.add(frame(0), time_s)
+    writer.close()
+    with Video(tmp_path / "film.mp4") as video:
+        times_s = [each.time_s for each in video]
+    assert times_s == pytest.approx([0, 0.1, 1.0, 1.1, 1.2, 1.3, 2.0], abs=1e-3)
+
+
 def test_sides_that_are_odd_are_written(tmp_path):
     writer = VideoWriter(tmp_path / "odd.mp4", Fraction(10))
     for _ in range(3):

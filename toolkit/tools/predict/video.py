@@ -23,11 +23,13 @@ from toolkit.evaluation.draw import picture_with_boxes
 from toolkit.tools.predict.prediction import Predictor
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"})
+TICK_S = Fraction(1, 60000)  # of the times in written videos; MPEG-4 takes no denominator above 65535
 CAMERAS = {"Linux": ("v4l2", "/dev/video{}"), "Darwin": ("avfoundation", "{}")}
 
 
 class Frame(NamedTuple):
-    """A frame of a video. index: from 0; time_s: from the start; image: uint8 (3, H, W) RGB, upright."""
+    """A frame of a video. index: from 0; time_s: from the first frame, as the file says; image: uint8 (3, H, W) RGB,
+    upright."""
 
     index: int
     time_s: float
@@ -40,7 +42,7 @@ class Video(AbstractContextManager):
     source: path of the file, or number of the camera.
 
     Attributes:
-        rate: frames per second.
+        rate: frames per second, on average; that of single frames may differ.
         broken: why the video ended early, set at the end of the iteration; None: it did not.
 
     Raises:
@@ -69,10 +71,15 @@ class Video(AbstractContextManager):
     def __iter__(self) -> Iterator[Frame]:
         """Yield the frames from the first to the last."""
         av = import_extra("av", "video", "videos")
+        begin_s = None  # a stream, a part of a film and a camera begin at any time
+        time_s = 0.0
         try:
             for index, frame in enumerate(self._container.decode(self._stream)):
-                time_s = frame.time if frame.time is not None else float(index / self.rate)
+                if frame.time is not None:
+                    begin_s = frame.time - time_s if begin_s is None else begin_s
+                    time_s = frame.time - begin_s
                 yield Frame(index, time_s, torch.from_numpy(self._upright(frame)).permute(2, 0, 1))
+                time_s += float(1 / self.rate)  # of a frame whose time the file does not say
         except av.FFmpegError as error:
             self.broken = str(error)
 
@@ -95,17 +102,22 @@ class Video(AbstractContextManager):
 class VideoWriter:
     """Writes frames of one size to an MP4 file, in H.264 if PyAV has it, else in MPEG-4.
 
-    The file is created when the first frame is added. rate: frames per second.
+    The file is created when the first frame is added. rate: frames per second, for frames that have no time, and for
+    how long the last one is shown.
     """
 
     def __init__(self, path: Path, rate: Fraction):
         self.path = path
         self.rate = rate
         self._container = None
+        self._last_tick = -1
+        self._due_tick = 0  # of a frame that has no time, or none after that of the frame before
 
-    def add(self, pixels: np.ndarray) -> None:
-        """Write a frame, uint8 (H, W, 3) RGB. If a side is odd, the last row or column is left out, because the format
-        needs even sides."""
+    def add(self, pixels: np.ndarray, time_s: float | None = None) -> None:
+        """Write a frame, uint8 (H, W, 3) RGB, shown from `time_s` on; None: as the rate says.
+
+        If a side is odd, the last row or column is left out, because the format needs even sides.
+        """
         av = import_extra("av", "video", "videos")
         pixels = np.ascontiguousarray(pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2])
         if self._container is None:
@@ -115,7 +127,20 @@ class VideoWriter:
             self._stream = self._container.add_stream(codec, rate=self.rate)
             self._stream.height, self._stream.width = pixels.shape[:2]
             self._stream.pix_fmt = "yuv420p"
-        self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            self._stream.codec_context.time_base = TICK_S
+            self._stream.codec_context.max_b_frames = 0  # with them, the length in the file is wrong
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+        frame.time_base = TICK_S
+        frame.pts = self._tick_of(time_s)
+        self._container.mux(self._stream.encode(frame))
+
+    def _tick_of(self, time_s: float | None) -> int:
+        """Return the tick of a frame, which is after that of the frame before."""
+        asked = -1 if time_s is None else round(time_s / TICK_S)
+        tick = asked if asked > self._last_tick else self._due_tick
+        self._last_tick = tick
+        self._due_tick = tick + max(1, round(1 / (self.rate * TICK_S)))
+        return tick
 
     def close(self) -> None:
         """Write the remaining frames and close the file."""
@@ -139,8 +164,8 @@ def predict_video(
 
     Args:
         source: path of a video file, or number of a camera.
-        lines: file to write, with one JSON object per frame: `frame` (from 0), `time_s`, and `detections` as in
-            predictions.json.
+        lines: file to write, with one JSON object per frame: `frame` (from 0), `time_s` (from the first one), and
+            `detections` as in predictions.json.
         drawn: MP4 file to write, with the frames and their boxes; None: it is not written.
         score_threshold: only detections with a higher score are written.
         max_frames: number of frames after which to stop; None: stop at the end, which a camera does not have.
@@ -174,7 +199,7 @@ def predict_video(
                         predictor.class_names,
                         smallest_side=1,
                     )
-                    writer.add(np.asarray(picture))
+                    writer.add(np.asarray(picture), frame.time_s)
                 count += 1
                 on_frame()
     return count, video.broken
