@@ -176,6 +176,7 @@ def test_null_is_refused_by_every_kind_of_setting_that_does_not_take_it(flag, va
     ("--run 3", "it is a group of settings, see --help run"),
     ("--data x", "did you mean --data.path?"),
     ("data=x", "data=x: it is not a flag; here it is --data.path x"),
+    ("model=x.pt", "here it is --model.pretrained x.pt"),
     ("imgsz=64 nc=3", "nc=3: it is not a flag, and there is nothing to set"),
     ("DIR", "DIR: it follows no flag; expected --group.key VALUE"),
     ("--data.path my data", "data: it follows --data.path my, and a flag has one value; put quotes"),

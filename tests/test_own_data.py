@@ -204,6 +204,14 @@ def test_on_a_gpu_that_recipe_starts_from_trained_weights(monkeypatch):
     assert "/own_data.yaml (your own data, a GPU; --config " in sources[0] and "own_data_cpu.yaml" in sources[0]
 
 
+def test_a_copied_script_says_that_its_settings_are_of_the_bundled_shapes(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    copy = shutil.copy(DEFAULT_CONFIG, tmp_path / "mine.yaml")
+    config, sources = resolve_config(Config, ["--data.path", "other"], copy)
+    assert sources[0].startswith(f"{copy} (made for the bundled shapes, not for your data; --config")
+    assert config.data.format == "auto"
+
+
 def test_every_synonym_leads_to_one_setting_that_exists():
     config = Config()
     settings = {f"{group.name}.{key.name}" for group in fields(config) for key in fields(getattr(config, group.name))}

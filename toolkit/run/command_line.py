@@ -118,7 +118,7 @@ def resolve_config(
         cls: dataclass whose fields are dataclasses, one for each group; the field `model` is a `DetectorOptions`,
             whose class depends on `--model.architecture`.
         argv: arguments; None: those of the process. If they name data of the user's own, settings in files that
-            describe another data set are ignored, see `_of_other_data_set`.
+            describe another data set are ignored, see `_without_other_data_set`.
         default_config: YAML file that applies if no `--config` is given; for data of the user's own the file beside it,
             see `_file_of_script`. Its groups `model` and `loss` are ignored if `--model.architecture` chooses another
             architecture or `--model.pretrained` is given.
@@ -189,11 +189,14 @@ def _file_of_script(default_config: Path, given: Mapping[str, str | None]) -> tu
 
     small = default_config.with_name("own_data_cpu.yaml")
     large = default_config.with_name("own_data.yaml")
-    if default_device().type == "cpu" and small.is_file():
+    on_cpu = default_device().type == "cpu"
+    if on_cpu and small.is_file():
         return small, " (your own data, no GPU; --config chooses another file)"
-    if large.is_file():
+    if not on_cpu and large.is_file():
         return large, f" (your own data, a GPU; --config {shown_path(small)} needs no network)"
-    return default_config, " (--config chooses another file)"
+    is_of_shapes = _read_yaml(str(default_config)).get("data", {}).get("format") == "shapes"
+    made_for = "made for the bundled shapes, not for your data; " if is_of_shapes else ""
+    return default_config, f" ({made_for}--config chooses another file)"
 
 
 def _is_own_data(given: Mapping[str, str | None]) -> bool:

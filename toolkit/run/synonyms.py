@@ -57,6 +57,8 @@ def stray_word(word: str, before: str, names: Sequence[str]) -> str:
     meant = _meant_settings(key, names)
     if equals and _elsewhere(key):
         return f"{word}: it is not a flag, and {_elsewhere(key)}"
+    if key == "model" and value.endswith((".pt", ".pth", ".safetensors")):  # as ultralytics names weights
+        meant = ["model.pretrained"]
     if equals and meant:
         return f"{word}: it is not a flag; here it is --{meant[0]} {value}"
     if not before:

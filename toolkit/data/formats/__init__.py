@@ -182,7 +182,7 @@ def _format_of(source: str, name: str | None) -> str:
     path = Path(source).expanduser()
     if not path.exists():
         raise BadInput(f"{source}: no such file or folder{near_names(path)}")
-    rule = "a COCO file ends in .json; --data.path takes a folder"
+    rule = "a COCO file ends in .json; --data.path takes a folder, or its data.yaml"
     raise BadInput(f"{source}: cannot tell the format ({rule}); choose a format from {', '.join(FORMATS[1:])}")
 
 
