@@ -1,6 +1,7 @@
 """What a report counts, against hand-worked cases and other programs."""
 
 import json
+import math
 import re
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
 from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
 from toolkit.evaluation.voc import voc_metrics
+from toolkit.tools.predict.predict_split import SplitOptions, open_predictions_file
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.tools.report.comparison import compare
@@ -342,7 +344,7 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
         ([{"image_id": 10}], "detection 0"),
         ([detection | {"image_id": 99}], "image ids"),
         ([detection | {"category_id": 2}], "category ids"),
-        ([detection | {"bbox": [0, 0, 1, "x"]}], "not a number"),
+        ([detection | {"bbox": [0, 0, 1, "x"]}], "the bbox is"),
     ):
         file.write_text(json.dumps(content))
         with pytest.raises(BadInput, match=words):
@@ -352,6 +354,62 @@ def test_predictions_of_other_data_are_refused_by_name(tmp_path):
         read_predictions(file, table)
     with pytest.raises(BadInput, match=".json"):
         write_predictions(tmp_path / "found.txt", predictions, table)
+
+
+DETECTION = {"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}
+NO_NUMBERS = (None, True, "x", [1], {}, math.nan, math.inf, -math.inf, 1e300, 10**400)
+
+
+def test_numbers_that_are_none_are_named_with_their_detection(tmp_path):
+    table, _ = random_case(tmp_path)
+    file = tmp_path / "found.json"
+    for value in NO_NUMBERS:
+        file.write_text(json.dumps([DETECTION, DETECTION | {"score": value}]))
+        with pytest.raises(BadInput, match=r"found.json, detection 1: the score is .*; expected a finite number$"):
+            read_predictions(file, table)
+        for place in range(4):
+            bbox = [0, 0, 1, 1]
+            bbox[place] = value
+            file.write_text(json.dumps([DETECTION, DETECTION | {"bbox": bbox}]))
+            with pytest.raises(BadInput, match="found.json, detection 1: the bbox is .*; expected four finite numbers"):
+                read_predictions(file, table)
+    file.write_text(json.dumps([DETECTION | {"score": None}] * 30))
+    with pytest.raises(BadInput) as refused:
+        read_predictions(file, table)
+    assert len(refused.value.problems) == 10
+
+
+@pytest.mark.parametrize("images", [7, "x", True, {"id": 1}])
+def test_images_of_a_document_that_are_not_a_list_are_refused(images, tmp_path):
+    table, _ = random_case(tmp_path)
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"annotations": [DETECTION], "images": images}))
+    with pytest.raises(BadInput, match="found.json: `images` is .*; expected a list"):
+        read_predictions(file, table)
+
+
+def test_metadata_of_another_form_are_one_sentence(tmp_path):
+    table, predictions = random_case(tmp_path)
+    file = write_predictions(tmp_path / "found.json", predictions, table, data={"source": "val"})
+    about = json.loads(about_file(file).read_text())
+    values = ([], "x", 7, True, [1])
+    contents = [None, *values, about | {"made_on": None}, about | {"data": {}}, about | {"data": {"source": None}}]
+    for key in ("made_on", "data", "scores"):
+        contents += [about | {key: value} for value in values]
+    contents += [about | {"made_on": about["made_on"] | {"fingerprint": value}} for value in (7, None, [])]
+    for content in contents:
+        about_file(file).write_text(json.dumps(content))
+        with pytest.raises(BadInput, match="found.about.json (is|has no) .*; remove that file") as refused:
+            read_predictions(file, table)
+        assert len(refused.value.problems) == 1
+
+
+def test_data_that_a_predictions_file_names_have_known_keys(tmp_path):
+    table, predictions = random_case(tmp_path)
+    data = {"source": "val", "path": str(tmp_path), "cache_dir": "/"}
+    file = write_predictions(tmp_path / "found.json", predictions, table, data=data)
+    with pytest.raises(BadInput, match="found.about.json: `data` has cache_dir"):
+        open_predictions_file(file, SplitOptions(), print)
 
 
 BOXES = {"cat": [10, 10, 60, 70], "dog": [80, 10, 120, 70], "ace": [10, 80, 60, 110]}
@@ -424,6 +482,52 @@ def test_graphs_travel_with_their_boxes(tmp_path):
     assert judged.graphs.confusions.tolist() == [[0, 3, 0], [0, 3, 0]]  # "on" is taken for "under"
     assert judged.graphs.recall.tolist() == [0, 1] and judged.graphs.whole == 0
     json.dumps(as_json(judged))
+
+
+@pytest.fixture
+def graphs(tmp_path):
+    """A predictions file of scene graphs with its table, and the arrays of its graphs."""
+    image = {"objects": [([0, 0, 9, 9], 0)] * 2, "relations": []}
+    table = table_of(tmp_path, [image] * 2, predicates=("on",), draw=False)
+    graph = {
+        "boxes": np.zeros((2, 4), np.float32),
+        "labels": np.zeros(2, np.int64),
+        "scores": np.ones(2, np.float32),
+        "pairs": np.array([[0, 1]]),
+        "predicate_scores": np.ones((1, 1), np.float32),
+    }
+    file = write_predictions(tmp_path / "g.json", dict.fromkeys(table.image_ids().tolist(), graph), table)
+    return file, table, dict(np.load(file.with_suffix(".graphs.npz")))
+
+
+@pytest.mark.parametrize("share", [0, 7, 30, 0.5, 0.9], ids=str)
+def test_a_damaged_file_of_graphs_is_one_sentence(share, graphs):
+    file, table, _ = graphs
+    archive = file.with_suffix(".graphs.npz")
+    whole = archive.read_bytes()
+    cut = whole[: share if isinstance(share, int) else int(share * len(whole))]
+    for content in (cut, b"garbage" + cut):
+        archive.write_bytes(content)
+        with pytest.raises(BadInput, match="g.graphs.npz: not a file of scene graphs"):
+            read_predictions(file, table)
+
+
+@pytest.mark.parametrize("name", ["boxes", "labels", "scores", "pairs", "predicate_scores"])
+def test_arrays_of_graphs_that_do_not_fit_are_refused(name, graphs):
+    file, table, arrays = graphs
+    column = arrays[name]
+    others = [None, np.array(3), column[:-1], column[None], column.astype(str), column.astype(complex)]
+    others += [column * math.nan] if name != "pairs" else [column + 5, column - 5]
+    for other in others:
+        changed = {key: value for key, value in arrays.items() if key != name}
+        changed |= {} if other is None else {name: other}
+        np.savez(file.with_suffix(".graphs.npz"), **changed)
+        with pytest.raises(BadInput, match="g.graphs.npz: "):
+            read_predictions(file, table)
+    for rows in (np.array(3), np.array([1.0, 1.0]), np.array([-1, 3]), np.array([1])):
+        np.savez(file.with_suffix(".graphs.npz"), **arrays | {f"{name}/rows": rows})
+        with pytest.raises(BadInput, match="g.graphs.npz: "):
+            read_predictions(file, table)
 
 
 def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):

@@ -1,6 +1,7 @@
 """Published weights under our names: what the publishers' own programs predict, and every tensor taken."""
 
 import json
+import math
 import re
 import struct
 
@@ -27,6 +28,7 @@ from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.detr.weights_rt_detr import D_FINE, RT_DETR
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
 from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn_of_torchvision
+from toolkit.detectors.scene_graphs import weights_scene_graph_benchmark as scene_graphs
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
 from toolkit.detectors.ssd import weights_torchvision as ssd_of_torchvision
@@ -35,7 +37,7 @@ from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.mapping import map_weights
-from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
+from toolkit.models.weights.names import COCO_80, VG_150, Publisher, coco_by_id, resnet_name
 from toolkit.models.weights.weight_files import open_published_weights, publishers, read_state
 
 
@@ -386,3 +388,67 @@ def test_averaged_weights_are_preferred_and_objects_refused(tmp_path):
     torch.save({"layer.weight": torch.zeros(2)}, tmp_path / "d.pth")
     with pytest.raises(BadInput, match="names of no publisher"):
         open_published_weights(tmp_path / "d.pth")
+
+
+def names_alone() -> list[tuple]:
+    """Each publisher, with the names of tensors by which its files are recognised."""
+    classifier = faster_rcnn_of_torchvision.CLASSIFIER
+    box_head = faster_rcnn_of_torchvision.MARKS["fasterrcnn_resnet50_fpn"]
+    relation_head = f"{scene_graphs.PREDICTOR}rel_compress.weight"
+    cases = [(each, each.marks) for each in publishers() if isinstance(each, Publisher)]
+    return cases + [
+        (faster_rcnn_of_torchvision, (faster_rcnn_of_torchvision.BODY, classifier, box_head)),
+        (ssd_of_torchvision, ssd_of_torchvision.MARKS["ssd300_vgg16"][0]),
+        (gluoncv, ("stages.0.0.0.weight", "yolo_outputs.0.prediction.weight")),
+        (scene_graphs.SCENE_GRAPH_BENCHMARK, (scene_graphs.STEM, scene_graphs.CLASSIFIER, relation_head)),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (1, 1), (1, 1, 1, 1)], ids=str)
+def test_a_file_with_only_the_names_of_a_publisher_is_one_sentence(shape, tmp_path):
+    cases = names_alone()
+    of_names = "(.* the names of .*, but it (lacks|has) |.* relation head|.* not on a ResNet)"
+    assert len(cases) == len(index.PUBLISHERS) - 1, "all but Darknet's, which has no names"
+    for publisher, names in cases:
+        torch.save({"model": {name: torch.zeros(shape) for name in names}}, tmp_path / "cut.pth")
+        with pytest.raises(BadInput, match=f"cut.pth: {of_names}") as refused:
+            open_published_weights(tmp_path / "cut.pth")
+        assert "\n" not in str(refused.value), publisher
+
+
+@pytest.mark.parametrize(
+    ("name", "points", "tensor"),
+    [
+        ("detr", [], "transformer.encoder.layers.0.linear1.weight"),
+        ("detr", [], "transformer.decoder.layers.0.multihead_attn.in_proj_weight"),
+        ("defo", [], "transformer.level_embed"),
+        ("v2_r18", [4, 4, 4], "encoder.input_proj.1.conv.weight"),
+        ("dfine_n", [6, 6], "decoder.reg_scale"),
+        ("deimv2_atto", [4, 2], "decoder.decoder.layers.0.cross_attn.num_points_scale"),
+        ("rfdetr_nano", [], "transformer.decoder.layers.0.cross_attn.attention_weights.bias"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(name, points, tensor, tmp_path):
+    state, _ = published(name, constants(points))
+    whole = state[tensor]
+    changed = [torch.zeros(()), whole[:0], torch.stack([whole, whole]), torch.full((2,), math.nan)]
+    for other in changed:
+        torch.save(state | {tensor: other}, tmp_path / "changed.pth")
+        with pytest.raises(BadInput, match=f"but it has {re.escape(tensor)}"):
+            open_published_weights(tmp_path / "changed.pth")
+
+
+def test_a_number_of_layers_beyond_the_tensors_builds_nothing(tmp_path):
+    state, _ = published("detr")
+    state["transformer.decoder.layers.1000000000.norm1.weight"] = torch.zeros(1)
+    torch.save(state, tmp_path / "deep.pth")
+    with pytest.raises(BadInput, match="has tensors below transformer.decoder.layers.1000000000"):
+        open_published_weights(tmp_path / "deep.pth")
+
+
+def test_names_of_classes_in_another_encoding_are_one_sentence(tmp_path):
+    state, _ = published("detr")
+    torch.save(state, tmp_path / "a.pth")
+    (tmp_path / "a.names").write_bytes("caf\xe9\n".encode("latin-1"))
+    with pytest.raises(BadInput, match="a.names: not a text in UTF-8"):
+        open_published_weights(tmp_path / "a.pth")

@@ -6,6 +6,8 @@ with or without folder and ending.
 """
 
 import json
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -14,11 +16,37 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.kinds import NUMBER, TEXT, Keys, Kind, OrNull, faults_of
 from toolkit.base.masks import column_of, rle
 from toolkit.data.segmentations import near_picture, outline_fault, shape_of, with_box_of_mask
 from toolkit.evaluation.predictions import about_file, images_fingerprint
 
 LISTED_FAULTS = 10
+MAX_NUMBER = 1e9  # of a score or of pixels; beyond it, areas and float32 overflow
+# `FILE.about.json`; `classes` has a check of its own, see `_classes_of`.
+_SOURCE = Kind("a text, a number or a list", lambda value: isinstance(value, str | int | float | list))
+_ABOUT = Keys({}, {
+    "made_on": Keys({}, dict.fromkeys(("name", "fingerprint", "images_fingerprint"), TEXT)),
+    "data": Keys({"source": _SOURCE}, {}),
+    "scores": Keys({}, {}),
+    "detector": TEXT,
+    **dict.fromkeys(("mode", "protocol", "precision", "settings_without_seed"), OrNull(TEXT)),
+})  # fmt: skip
+# The arrays of `FILE.graphs.npz` by name: the sizes of a row; None: any.
+_INDICES = {
+    **dict.fromkeys(("labels", "predicates", "true_labels"), ()),
+    **dict.fromkeys(("pairs", "combinations"), (2,)),
+    "two_predicates": (None,),
+    "true_relations": (3,),
+}
+_NUMBERS = {
+    **dict.fromkeys(("scores", "triplet_scores"), ()),
+    **dict.fromkeys(("predicate_scores", "two_scores"), (None,)),
+    "boxes": (4,),
+}
+_GRAPH_COLUMNS = _INDICES | _NUMBERS
+_OF_OBJECTS = ("boxes", "labels", "scores", "true_labels")
+_OF_PAIRS = ("pairs", "predicate_scores", "predicates", "triplet_scores", "two_predicates", "two_scores")
 
 
 @dataclass
@@ -147,15 +175,19 @@ def _is_class(entry: object) -> bool:
 def read_about(path: str | Path) -> dict:
     """Return the metadata of the predictions file `path`, from `FILE.about.json` beside it; {} if that does not exist.
 
-    Raises BadInput if it cannot be read.
+    Raises BadInput if it cannot be read, or does not hold what `write_predictions` writes.
     """
     file = about_file(Path(path).expanduser())
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        about = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{file}: cannot be read ({error}); remove it to read {path} without it") from error
+    faults = list(faults_of(about, _ABOUT, str(file)))
+    if faults:
+        raise BadInput(f"{fault}; remove that file to read {path} without it" for fault in faults[:LISTED_FAULTS])
+    return about
 
 
 def _entries(path: Path) -> list[dict]:
@@ -165,7 +197,10 @@ def _entries(path: Path) -> list[dict]:
         raise BadInput(f"{path}: not a COCO results file ({error}); expected a JSON list of detections") from error
     named = {}
     if isinstance(entries, dict) and isinstance(entries.get("annotations"), list):  # some write a whole COCO document
-        images = [image for image in entries.get("images") or () if isinstance(image, dict) and "file_name" in image]
+        images = entries.get("images", [])
+        if not isinstance(images, list):
+            raise BadInput(f"{path}: `images` is {str(images)[:60]}; expected a list of objects with id and file_name")
+        images = [image for image in images if isinstance(image, dict) and "file_name" in image]
         named = {str(image.get("id")): image["file_name"] for image in images}
         entries = entries["annotations"]
     if not isinstance(entries, list):
@@ -240,11 +275,9 @@ def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
             )
     if problems:
         raise BadInput(problems)
-    try:
-        boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
-        scores = np.array([entry["score"] for entry in entries], dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{path}: a bbox or score is not a number ({error})") from error
+    _check_numbers(path, entries)
+    boxes = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
+    scores = np.array([entry["score"] for entry in entries], dtype=np.float64)
     boxes[:, 2:] += boxes[:, :2]
     index = np.array([position[entry["image_id"]] for entry in entries], dtype=np.int64)
     labels = np.array([label_of[entry["category_id"]] for entry in entries], dtype=np.int64)
@@ -260,6 +293,30 @@ def _boxes(path: Path, entries: list[dict], table, label_of: Mapping) -> Boxes:
     if masks is None:
         return found
     return replace(found, extra={"masks": masks[kept][order]})
+
+
+def _check_numbers(path: Path, entries: list[dict]) -> None:
+    """Raise BadInput for scores that are not finite numbers, and for boxes that are not of numbers of pixels.
+
+    Python's JSON reads NaN, Infinity and whole numbers of any length, and NumPy makes null a NaN.
+    """
+    faults = []
+    for number, entry in enumerate(entries):
+        score = entry["score"]
+        if not _is_usable(score):
+            faults.append(f"{path}, detection {number}: the score is {str(score)[:60]}; expected a finite number")
+        bbox = entry["bbox"]
+        if not all(map(_is_usable, bbox)):
+            expected = "four finite numbers of pixels"
+            faults.append(f"{path}, detection {number}: the bbox is {str(bbox)[:120]}; expected {expected}")
+        if len(faults) >= LISTED_FAULTS:
+            break
+    if faults:
+        raise BadInput(faults)
+
+
+def _is_usable(value: object) -> bool:
+    return NUMBER.fits(value) and abs(value) <= MAX_NUMBER
 
 
 def _masks(path: Path, entries: list[dict], sizes_hw: np.ndarray) -> np.ndarray | None:
@@ -291,11 +348,61 @@ def _masks(path: Path, entries: list[dict], sizes_hw: np.ndarray) -> np.ndarray 
 
 
 def _read_graphs(file: Path, image_ids: Sequence) -> dict:
-    """Read graphs by image id, with their boxes."""
-    with np.load(file, allow_pickle=False) as stored:
-        arrays = {name: stored[name] for name in stored.files}
+    """Read graphs by image id, with their boxes. Raises BadInput if the file does not hold them."""
+    arrays = _graph_arrays(file)
     names = [name for name in arrays if not name.endswith("/rows")]
     if any(len(arrays[f"{name}/rows"]) != len(image_ids) for name in names):
         raise BadInput(f"{file}: not of the same images as its predictions; predict again")
     columns = (np.split(arrays[name], np.cumsum(arrays[f"{name}/rows"])[:-1]) for name in names)
-    return {i: dict(zip(names, parts, strict=True)) for i, *parts in zip(image_ids, *columns, strict=True)}
+    graphs = {i: dict(zip(names, parts, strict=True)) for i, *parts in zip(image_ids, *columns, strict=True)}
+    for image_id, graph in graphs.items():
+        if not _fits_together(graph):
+            raise BadInput(f"{file}: the graph of image {image_id} has pairs of boxes that it lacks; predict again")
+    return graphs
+
+
+def _graph_arrays(file: Path) -> dict[str, np.ndarray]:
+    """Read the arrays of a file of graphs: each of `_GRAPH_COLUMNS` with the rows of every image as `NAME/rows`."""
+    try:
+        with zipfile.ZipFile(file), np.load(file, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        reason = str(error).partition("\n")[0][:120]
+        raise BadInput(f"{file}: not a file of scene graphs ({reason}); remove it to read the boxes alone") from error
+    faults = []
+    for name in _GRAPH_COLUMNS:
+        if name in arrays and not _is_column(name, arrays[name], arrays.get(f"{name}/rows")):
+            faults.append(f"{file}: `{name}` with `{name}/rows` is not a column of scene graphs; predict again")
+    unknown = arrays.keys() - _GRAPH_COLUMNS.keys() - {f"{name}/rows" for name in _GRAPH_COLUMNS}
+    of_predicates = {"predicates", "combinations"} if "combinations" in arrays else {"predicate_scores"}
+    missing = {"boxes", "labels", "scores", "pairs", *of_predicates} - arrays.keys()
+    if unknown or missing:
+        faults.append(f"{file}: it lacks {sorted(missing)} and has {sorted(unknown)[:5]}; predict again")
+    if faults:
+        raise BadInput(faults)
+    return {name: array for name, array in arrays.items() if name.removesuffix("/rows") in arrays}
+
+
+def _is_column(name: str, column: np.ndarray, rows: np.ndarray | None) -> bool:
+    """Return whether an array has the numbers of this column of graphs, in as many rows as `rows` (I,) counts."""
+    sizes = _GRAPH_COLUMNS[name]
+    kinds = "iu" if name in _INDICES else "if"
+    if rows is None or rows.ndim != 1 or rows.dtype.kind not in "iu" or (rows < 0).any():
+        return False
+    if column.dtype.kind not in kinds or column.ndim != 1 + len(sizes):
+        return False
+    fits = all(size is None or size == actual for size, actual in zip(sizes, column.shape[1:], strict=True))
+    return fits and len(column) == rows.sum() and bool((np.abs(column) <= MAX_NUMBER).all())
+
+
+def _fits_together(graph: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the columns of a graph are of the same boxes and pairs, and refer to these alone."""
+    boxes = len(graph["boxes"])
+    pairs = len(graph["pairs"])
+    of_objects = all(len(graph[name]) == boxes for name in _OF_OBJECTS if name in graph)
+    of_pairs = all(len(graph[name]) == pairs for name in _OF_PAIRS if name in graph)
+    relations = graph.get("true_relations", np.zeros((0, 3), np.int64))
+    combinations = graph.get("combinations", np.zeros((0, 2), np.int64))
+    places = ((graph["pairs"], boxes), (relations[:, :2], boxes), (combinations[:, :1], pairs))
+    inside = all(((place >= 0) & (place < count)).all() for place, count in places)
+    return of_objects and of_pairs and inside

@@ -26,13 +26,18 @@ from toolkit.detectors.detr.weights_rt_detr import (
 )
 from toolkit.models.weights.names import (
     Description,
+    IncompleteWeights,
     Pairs,
     Publisher,
     copied,
     count,
+    equal_parts,
     named,
     pairs,
+    positive_number,
     renamed,
+    required,
+    required_count,
     split_attention,
 )
 
@@ -109,7 +114,8 @@ def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result |= copied(result, dict.fromkeys(shared, "decoder.dec_bbox_head.0")) | result
     for name in [name for name in result if ".swish_ffn.w12." in name]:
         stem, leaf = name.split("w12.")
-        gate, up = result.pop(name).chunk(2)
+        gate, up = equal_parts(result, name, 2)
+        del result[name]
         result[f"{stem}gate_proj.{leaf}"] = gate
         result[f"{stem}up_proj.{leaf}"] = up
     return _split_vit(result)
@@ -130,29 +136,34 @@ def _split_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def box_constant(state: Mapping[str, Tensor], name: str) -> Tensor:
     """Return `up` or `reg_scale` of the boxes' distributions, which has two names in a file of the trainer and one of
-    them in a file of the hub."""
-    return state.get(f"decoder.{name}", state.get(f"decoder.decoder.{name}"))
+    them in a file of the hub. Raises IncompleteWeights if it has neither."""
+    stored = f"decoder.{name}" if f"decoder.{name}" in state else f"decoder.decoder.{name}"
+    positive_number(state, stored)
+    return state[stored]
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
     state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     lite = LITE in state
     block = "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
-    points = points_by_level(state["decoder.decoder.layers.0.cross_attn.num_points_scale"])
+    points = points_by_level(state, "decoder.decoder.layers.0.cross_attn.num_points_scale")
     levels = len(points)
-    encoder = len(state[f"{block}.cv4.conv.weight"])
-    ffn = state["decoder.decoder.layers.0.swish_ffn.w12.weight"]
-    queried = state["decoder.query_pos_head.layers.2.bias"]
-    own_ffn = state.get("encoder.encoder.0.layers.0.linear1.weight", ffn)
-    inner = len(state[f"{block}.cv3.0.bottlenecks.0.conv1.conv.weight"])  # round(expansion * width // 2)
+    encoder = len(required(state, f"{block}.cv4.conv.weight", 4))
+    ffn = required(state, "decoder.decoder.layers.0.swish_ffn.w12.weight", 2)
+    queried = required(state, "decoder.query_pos_head.layers.2.bias", 1)
+    has_own_ffn = "encoder.encoder.0.layers.0.linear1.weight" in state
+    own_ffn = required(state, "encoder.encoder.0.layers.0.linear1.weight", 2) if has_own_ffn else ffn
+    inner = len(required(state, f"{block}.cv3.0.bottlenecks.0.conv1.conv.weight", 4))  # round(expansion * width // 2)
     blocks = count(state, f"{block}.cv2.0.bottlenecks")
     vit = ADAPTER in state
     backbone = _vit(state) if vit else hgnet_entries(state, 1 if lite else levels)
-    heads = [state.get(f"decoder.dec_bbox_head.{i}.layers.0.weight") for i in (0, 1)]
+    first_head = required(state, "decoder.dec_bbox_head.0.layers.0.weight", 2)
+    second_head = state.get("decoder.dec_bbox_head.1.layers.0.weight")
     maps = [encoder] * 3
     if not vit:
         maps = [backbone["hidden_sizes"][i - 1] for i in backbone["out_indices"]]
-    projected = state.get("decoder.input_proj.0.conv.weight", queried[None])
+    in_decoder = "decoder.input_proj.0.conv.weight"
+    projected = required(state, in_decoder, 4) if in_decoder in state else queried[None]
     expansion = next((known for known in EXPANSIONS if round(known * encoder // 2) == inner), None)
     config = common_entries(levels, lite) | {
         "backbone_config": backbone,
@@ -163,14 +174,14 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "decoder_ffn_dim": len(ffn),
         "encoder_layers": count(state, "encoder.encoder.0.layers"),
         "decoder_in_channels": [projected.shape[1]] * levels,
-        "decoder_layers": count(state, "decoder.decoder.layers"),
+        "decoder_layers": required_count(state, "decoder.decoder.layers"),
         "decoder_n_points": points,
         "hidden_expansion": expansion or (2 * inner + 0.5) / encoder,
         "depth_mult": DEPTHS.get(blocks, blocks / 3),
         "encoder_has_trailing_conv": f"{block}.cv2.1.conv.weight" in state,
         "use_gateway": "decoder.decoder.layers.0.gateway.gate.weight" in state,
-        "share_bbox_head": heads[1] is None or heads[0].equal(heads[1]),
-        "spatial_tuning_adapter_inplanes": len(state[ADAPTER]) if vit else 16,
+        "share_bbox_head": second_head is None or first_head.equal(second_head),
+        "spatial_tuning_adapter_inplanes": len(required(state, ADAPTER, 4)) if vit else 16,
     }
     structure = _structure(config)
     size = next((size for size in DEIMV2_SIZES if _structure(size_config(size)) == structure), None)
@@ -178,11 +189,11 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "num_queries": DEIMV2_SIZES[size][5] if size else 300,
         "reg_scale": float(box_constant(state, "reg_scale")),
         "up": float(box_constant(state, "up")),
-        "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
+        "max_num_bins": len(required(state, "decoder.dec_bbox_head.0.layers.2.bias", 1)) // 4 - 1,
     }
     notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
-    classes = named(len(state["decoder.dec_score_head.0.weight"]))
+    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     return Description("deimv2", options, classes, notes, image_side(state, config["feat_strides"]))
 
 
@@ -191,18 +202,25 @@ def _structure(config: Mapping) -> dict:
     return {**config, "num_queries": None, "depth_mult": round(3 * config["depth_mult"])}
 
 
-def points_by_level(scale: Tensor) -> list[int]:
-    """Return the number of points of each level; `scale` holds 1 / points for each of them."""
-    points = [round(1 / value) for value in scale.tolist()]
+def points_by_level(state: Mapping[str, Tensor], name: str) -> list[int]:
+    """Return the number of points of each level from the tensor of this name, which holds 1 / points for each point.
+
+    Raises IncompleteWeights if it does not.
+    """
+    values = required(state, name, 1).tolist()
+    points = [round(1 / value) if value > 1e-6 else 0 for value in values]
     counts = []
     while sum(counts) < len(points):
-        counts.append(points[sum(counts)])
+        counts.append(max(points[sum(counts)], 1))
+    if [points_of_level for points_of_level in counts for _ in range(points_of_level)] != points:
+        raise IncompleteWeights(f"has {name} that does not hold 1 / points for each point of attention")
     return counts
 
 
 def image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
     """Return the side that images are resized to, from the number of positions in evaluation; None: not a square."""
-    positions = len(state["decoder.anchors"][0]) if "decoder.anchors" in state else 0
+    anchors = "decoder.anchors"
+    positions = required(state, anchors, 3).shape[1] if anchors in state else 0
     per_cell = sum((32 // stride) ** 2 for stride in strides)  # of 32 x 32 px: 21 with strides of 8, 16 and 32
     side = 32 * math.isqrt(positions // per_cell)
     fits = side and positions == sum((side // stride) ** 2 for stride in strides)
@@ -214,11 +232,12 @@ def _vit(state: Mapping[str, Tensor]) -> dict:
     block = "backbone.dinov3.blocks.0"
     gated = f"{block}.mlp.w1.weight" in state
     plain = "backbone.dinov3.norm.weight" not in state
-    ffn = state[f"{block}.mlp.{'w1' if gated else 'fc1'}.weight"]
+    ffn = required(state, f"{block}.mlp.{'w1' if gated else 'fc1'}.weight", 2)
     return vit_entries(ffn.shape[1], len(ffn), plain=plain, gated=gated)
 
 
 DEIMV2 = _Deimv2(
+    "Intellindust-AI-Lab/DEIMv2",
     _described,
     ("decoder.decoder.layers.0.swish_ffn.w12.weight",),
     NAME_PAIRS,

@@ -10,7 +10,18 @@ from functools import partial
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Pairs, Publisher, count, named, pairs, resnet_name
+from toolkit.models.weights.names import (
+    Description,
+    IncompleteWeights,
+    Pairs,
+    Publisher,
+    count,
+    named,
+    pairs,
+    required,
+    required_count,
+    resnet_name,
+)
 
 FEED_FORWARD = "linear1 mlp.fc1, linear2 mlp.fc2, self_attn.out_proj self_attn.o_proj"
 ENCODER_LAYER = f"{FEED_FORWARD}, norm1 self_attn_layer_norm, norm2 final_layer_norm"
@@ -42,13 +53,16 @@ def _projections(self_attention: str, cross_attention: str, ours: str) -> str:
 
 def _sizes(state: Mapping[str, Tensor]) -> dict:
     """Return backbone, widths and depths."""
-    first = state["transformer.encoder.layers.0.linear1.weight"]
+    first = required(state, "transformer.encoder.layers.0.linear1.weight", 2)
+    backbone = resnet_name(state, "backbone.0.body.")
+    if backbone is None:
+        raise IncompleteWeights("has no whole ResNet of 18, 34, 50, 101 or 152 layers below backbone.0.body")
     return {
-        "backbone": resnet_name(state, "backbone.0.body."),
+        "backbone": backbone,
         "d_model": first.shape[1],
         "ffn_dim": len(first),
         "encoder_layers": count(state, "transformer.encoder.layers"),
-        "decoder_layers": count(state, "transformer.decoder.layers"),
+        "decoder_layers": required_count(state, "transformer.decoder.layers"),
     }
 
 
@@ -64,13 +78,13 @@ def _maybe_dc5(
     options = {
         **_sizes(state),
         "dilation": "dc5" in file.lower(),
-        "num_queries": len(state[f"{queries}.weight"]),
+        "num_queries": len(required(state, f"{queries}.weight", 2)),
     }
     notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
     return Description(
         architecture,
         options,
-        named(len(state["class_embed.weight"]) - no_object),
+        named(len(required(state, "class_embed.weight", 2)) - no_object),
         notes,
     )
 
@@ -89,6 +103,7 @@ def _detr(state: Mapping[str, Tensor], file: str) -> Description:
 
 ATTENTION = "multihead_attn.out_proj encoder_attn.o_proj, multihead_attn encoder_attn"
 DETR = Publisher(
+    "facebookresearch/detr",
     _detr,
     ("query_embed.weight", "transformer.decoder.layers.0.multihead_attn.in_proj_weight"),
     _name_pairs(f"{FEED_FORWARD}, {ATTENTION}, {DECODER_NORMS}"),
@@ -98,6 +113,7 @@ DETR = Publisher(
 
 CONDITIONAL_ATTENTION = _projections("self_attn.", "encoder_attn.", "q_content q_pos k_content k_pos v q_pos_sine")
 CONDITIONAL_DETR = Publisher(
+    "Conditional DETR",
     partial(_maybe_dc5, "conditional_detr"),
     ("query_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
     _name_pairs(f"{CONDITIONAL_ATTENTION}, {FEED_FORWARD}, cross_attn.out_proj encoder_attn.o_proj, {DECODER_NORMS}"),
@@ -129,6 +145,7 @@ DAB_BESIDE = """
 """
 DAB_ENCODER = "linear1 fc1, linear2 fc2, activation activation_fn, norm1 self_attn_layer_norm, norm2 final_layer_norm"
 DAB_DETR = Publisher(
+    "DAB-DETR",
     _dab_detr,
     ("refpoint_embed.weight", "transformer.decoder.layers.0.sa_qcontent_proj.weight"),
     _name_pairs(f"{DAB_ATTENTION}, {DAB_OTHERS}", DAB_BESIDE, DAB_ENCODER),
@@ -138,7 +155,7 @@ DAB_DETR = Publisher(
 
 
 def _deformable_detr(state: Mapping[str, Tensor], file: str) -> Description:
-    levels = len(state["transformer.level_embed"])
+    levels = len(required(state, "transformer.level_embed", 2))
     if levels != 4:
         raise BadInput(
             f"model.pretrained {file}: a Deformable DETR with {levels} feature level(s); deformable_detr here has "
@@ -148,14 +165,15 @@ def _deformable_detr(state: Mapping[str, Tensor], file: str) -> Description:
     if "transformer.enc_output.weight" in state:
         options["box_refine"] = "two_stage"
     else:
-        options["num_queries"] = len(state["query_embed.weight"])
+        options["num_queries"] = len(required(state, "query_embed.weight", 2))
         options["box_refine"] = "iterative" if "transformer.decoder.bbox_embed.0.layers.0.weight" in state else "none"
-    return Description("deformable_detr", options, named(len(state["class_embed.0.weight"])))
+    return Description("deformable_detr", options, named(len(required(state, "class_embed.0.weight", 2))))
 
 
 # Its decoder layer attends to the image first, but `norm1` is the norm after that, `norm2` the one after the queries.
 DEFORMABLE_NORMS = "norm1 encoder_attn_layer_norm, norm2 self_attn_layer_norm, norm3 final_layer_norm"
 DEFORMABLE_DETR = Publisher(
+    "Deformable DETR",
     _deformable_detr,
     ("transformer.encoder.layers.0.self_attn.sampling_offsets.weight", "class_embed.0.weight"),
     _name_pairs(

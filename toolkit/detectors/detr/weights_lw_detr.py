@@ -13,8 +13,20 @@ from toolkit.detectors.detr.weights_rf_detr import (
     decoder_entries,
     projector_names,
 )
-from toolkit.models.weights.names import Description, Publisher, count, named, pairs, renamed, split_attention
+from toolkit.models.weights.names import (
+    Description,
+    Publisher,
+    count,
+    named,
+    pairs,
+    renamed,
+    required,
+    required_count,
+    required_rows,
+    split_attention,
+)
 
+HEADS = 12  # of the vision transformer, as published
 VIT = "backbone.0.encoder"
 OUR_VIT = "model.model.backbone.backbone"
 PROJECTOR = "backbone.0.projector"
@@ -43,7 +55,7 @@ class _LwDetr(Publisher):
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> Description:
-    width = len(state[f"{VIT}.patch_embed.proj.weight"])
+    width = required_rows(state, f"{VIT}.patch_embed.proj.weight", multiple_of=HEADS)
     layers = count(state, f"{VIT}.blocks")
     if layers not in PUBLISHED_BLOCKS:
         known = " and ".join(map(str, PUBLISHED_BLOCKS))
@@ -51,7 +63,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
             f"model.pretrained {file}: the vision transformer has {layers} blocks, and the file does not say which of "
             f"them have windows; lw_detr reads the publisher's sizes, which have {known}"
         )
-    levels = count(state, f"{PROJECTOR}.stages")
+    levels = required_count(state, f"{PROJECTOR}.stages")
     config = {
         "model_type": "lw_detr",
         "backbone_config": vit_entries(width, layers),
@@ -59,7 +71,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         **decoder_entries(state, levels),
     }
     size = dict.fromkeys(("height", "width"), 640)
-    classes = named(len(state["class_embed.bias"]))
+    classes = named(len(required(state, "class_embed.bias", 1)))
     return Description("lw_detr", {"source_config": config}, classes, size=size)
 
 
@@ -68,12 +80,13 @@ def _scale(state: Mapping[str, Tensor], level: int) -> float:
     layers = f"{PROJECTOR}.stages_sampling.{level}.0"
     if not count(state, layers):
         return 1.0
-    first = state.get(f"{layers}.0.conv.weight")
-    halves = first is not None and first.shape[-1] == 3  # a convolution of stride 2
+    first = f"{layers}.0.conv.weight"
+    halves = first in state and required(state, first, 4).shape[-1] == 3  # a convolution of stride 2
     return 0.5 if halves else 2.0
 
 
 LW_DETR = _LwDetr(
+    "Atten4Vis/LW-DETR",
     _described,
     (f"{VIT}.pos_embed", "refpoint_embed.weight"),
     [

@@ -7,9 +7,20 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Pairs, Publisher, count, named, pairs
+from toolkit.models.weights.names import (
+    Description,
+    IncompleteWeights,
+    Pairs,
+    Publisher,
+    named,
+    pairs,
+    required,
+    required_count,
+    required_rows,
+)
 
 SIDE_OF_SEG_NANO = 312  # pixels; it has no windows, which the file does not say
+HEAD_DIM = 64  # channels of an attention head of the vision transformer, as published
 VIT = "backbone.0.encoder.encoder"
 PROJECTOR = "cv1 conv1, cv2 conv2, m.*.cv1 bottlenecks.*.conv1, m.*.cv2 bottlenecks.*.conv2"
 ATTENTION = """
@@ -47,11 +58,11 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
             f"model.pretrained {file}: the large RF-DETR of 2025 with two feature maps; rf_detr is nano, small, "
             "medium, large-2026 and base"
         )
-    patches = state[f"{VIT}.embeddings.patch_embeddings.projection.weight"]
-    width = len(patches)
+    patches = required(state, f"{VIT}.embeddings.patch_embeddings.projection.weight", 4)
+    width = required_rows(state, f"{VIT}.embeddings.patch_embeddings.projection.weight", multiple_of=HEAD_DIM)
     patch = patches.shape[-1]
-    depth = count(state, f"{VIT}.encoder.layer")
-    side = patch * math.isqrt(state[f"{VIT}.embeddings.position_embeddings"].shape[1] - 1)
+    depth = required_count(state, f"{VIT}.encoder.layer")
+    side = patch * math.isqrt(required(state, f"{VIT}.embeddings.position_embeddings", 3).shape[1] - 1)
     first = patch == 14  # base, which is used with larger images than its positions
     windows = 4 if first else 2
     if has_masks and side == SIDE_OF_SEG_NANO:
@@ -59,7 +70,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     backbone = {
         "model_type": "rf_detr_dinov2",
         "hidden_size": width,
-        "num_attention_heads": width // 64,
+        "num_attention_heads": width // HEAD_DIM,
         "num_hidden_layers": depth,
         "patch_size": patch,
         "num_windows": windows,
@@ -81,13 +92,13 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     }
     options: dict[str, object] = {"source_config": config}
     if has_masks:
-        config["intermediate_size"] = len(state["segmentation_head.query_features_block.layers.0.weight"])
+        config["intermediate_size"] = len(required(state, "segmentation_head.query_features_block.layers.0.weight", 2))
         options["masks"] = True
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
     return Description(
         "rf_detr",
         options,
-        named(len(state["class_embed.bias"])),
+        named(len(required(state, "class_embed.bias", 1))),
         notes,
         size=resized,
     )
@@ -99,19 +110,24 @@ def decoder_entries(state: Mapping[str, Tensor], levels: int) -> dict[str, int]:
     levels: number of feature maps.
     """
     layer = "transformer.decoder.layers.0"
-    d_model = state["query_feat.weight"].shape[1]
-    groups = count(state, "transformer.enc_output")
+    queries, d_model = required(state, "query_feat.weight", 2).shape
+    groups = required_count(state, "transformer.enc_output")
     heads = d_model // 16
-    points = len(state[f"{layer}.cross_attn.attention_weights.bias"])
+    points = len(required(state, f"{layer}.cross_attn.attention_weights.bias", 1))
+    if heads < 2 or points < levels * heads or queries < groups:
+        raise IncompleteWeights(
+            f"has {layer}.cross_attn.attention_weights.bias of {points} numbers, which do not go with "
+            f"{queries} queries of {d_model} channels in {groups} groups"
+        )
     return {
         "d_model": d_model,
-        "decoder_layers": count(state, "transformer.decoder.layers"),
-        "decoder_ffn_dim": len(state[f"{layer}.linear1.weight"]),
+        "decoder_layers": required_count(state, "transformer.decoder.layers"),
+        "decoder_ffn_dim": len(required(state, f"{layer}.linear1.weight", 2)),
         "decoder_self_attention_heads": heads // 2,
         "decoder_cross_attention_heads": heads,
         "decoder_n_points": points // (levels * heads),
         "group_detr": groups,
-        "num_queries": len(state["query_feat.weight"]) // groups,
+        "num_queries": queries // groups,
     }
 
 
@@ -122,6 +138,7 @@ def projector_names(theirs: str, ours: str) -> Pairs:
 
 
 RF_DETR = Publisher(
+    "roboflow/rf-detr",
     _described,
     (f"{VIT}.embeddings.cls_token", "refpoint_embed.weight"),
     [

@@ -13,7 +13,17 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Pairs, Publisher, count, named, pairs
+from toolkit.models.weights.names import (
+    Description,
+    Pairs,
+    Publisher,
+    count,
+    named,
+    pairs,
+    positive_number,
+    required,
+    required_count,
+)
 
 BODY = "model.model.backbone.model"
 COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_embed": "model.model.decoder.bbox_embed"}
@@ -55,12 +65,14 @@ def _transformer(first: str, second: str) -> Pairs:
 def _family_entries(state: Mapping[str, Tensor]) -> dict:
     """Return the config entries that RT-DETR and D-FINE share, read from their tensors; those that tensors do not show
     (heads, queries) are as published."""
-    levels = count(state, "encoder.input_proj")
-    encoder = state["encoder.encoder.0.layers.0.linear1.weight"]
-    decoder = state["decoder.decoder.layers.0.linear1.weight"]
-    projected = state.get("decoder.input_proj.0.conv.weight", encoder)  # D-FINE has none where the widths agree
-    projections = [f"encoder.input_proj.{i}" for i in range(levels)]  # numbered in the first version
-    maps = [state.get(f"{name}.0.weight", state.get(f"{name}.conv.weight")) for name in projections]
+    levels = required_count(state, "encoder.input_proj")
+    encoder = required(state, "encoder.encoder.0.layers.0.linear1.weight", 2)
+    decoder = required(state, "decoder.decoder.layers.0.linear1.weight", 2)
+    in_decoder = "decoder.input_proj.0.conv.weight"
+    projected = required(state, in_decoder, 4) if in_decoder in state else encoder  # D-FINE: none where widths agree
+    is_first_version = "encoder.input_proj.0.0.weight" in state  # its projections are numbered
+    leaf = "0.weight" if is_first_version else "conv.weight"
+    maps = [required(state, f"encoder.input_proj.{level}.{leaf}", 4) for level in range(levels)]
     return {
         "encoder_in_channels": [projection.shape[1] for projection in maps],
         "encoder_hidden_dim": encoder.shape[1],
@@ -70,7 +82,7 @@ def _family_entries(state: Mapping[str, Tensor]) -> dict:
         "encode_proj_layers": [levels - 1],
         "num_feature_levels": levels,
         "encoder_layers": count(state, "encoder.encoder.0.layers"),
-        "decoder_layers": count(state, "decoder.decoder.layers"),
+        "decoder_layers": required_count(state, "decoder.decoder.layers"),
         "feat_strides": [8, 16, 32][-levels:],
         "decoder_n_levels": levels,
         "decoder_in_channels": [projected.shape[1]] * levels,
@@ -80,9 +92,9 @@ def _family_entries(state: Mapping[str, Tensor]) -> dict:
 
 def _expansion(state: Mapping[str, Tensor], width: int) -> float:
     if "encoder.fpn_blocks.0.conv1.conv.weight" in state:
-        return len(state["encoder.fpn_blocks.0.conv1.conv.weight"]) / width
-    inner = len(state["encoder.fpn_blocks.0.cv2.0.conv1.conv.weight"])  # D-FINE: round(expansion * width / 2)
-    for expansion in (0.34, 0.5, 1.0):
+        return len(required(state, "encoder.fpn_blocks.0.conv1.conv.weight", 4)) / width
+    inner = len(required(state, "encoder.fpn_blocks.0.cv2.0.conv1.conv.weight", 4))
+    for expansion in (0.34, 0.5, 1.0):  # D-FINE: inner is round(expansion * width / 2)
         if round(expansion * width // 2) == inner:
             return expansion
     return 2 * inner / width
@@ -92,8 +104,10 @@ def _expansion(state: Mapping[str, Tensor], width: int) -> float:
 
 
 def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
-    points = [len(t) for n, t in state.items() if n.endswith("cross_attn.attention_weights.bias")]
-    levels = count(state, "encoder.input_proj")
+    layers = range(required_count(state, "decoder.decoder.layers"))
+    biases = [f"decoder.decoder.layers.{layer}.cross_attn.attention_weights.bias" for layer in layers]
+    points = [len(required(state, bias, 1)) for bias in biases]
+    levels = required_count(state, "encoder.input_proj")
     if set(points) != {8 * 4 * levels}:
         raise BadInput(
             f"model.pretrained {file}: its attention has {points[0] // 8 // levels} points a level (`sp1` to `sp3` in "
@@ -110,7 +124,7 @@ def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
     if "dsp" in file.lower():
         config["decoder_method"] = "discrete"
         notes.append("by the name of the file it samples at whole pixels (`dsp`)")
-    classes = named(len(state["decoder.dec_score_head.0.weight"]))
+    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     return Description("rt_detr_v2", {"source_config": config}, classes, notes)
 
 
@@ -118,12 +132,12 @@ def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
     """Return the config of transformers' ResNet for RT-DETR."""
     prefix = "backbone.res_layers"
     last = "c" if f"{prefix}.0.blocks.0.branch2c.conv.weight" in state else "b"
-    stages = range(count(state, prefix))
+    stages = range(required_count(state, prefix))
     return {
         "model_type": "rt_detr_resnet",
         "layer_type": "bottleneck" if last == "c" else "basic",
         "depths": [count(state, f"{prefix}.{i}.blocks") for i in stages],
-        "hidden_sizes": [len(state[f"{prefix}.{i}.blocks.0.branch2{last}.conv.weight"]) for i in stages],
+        "hidden_sizes": [len(required(state, f"{prefix}.{i}.blocks.0.branch2{last}.conv.weight", 4)) for i in stages],
         "out_indices": [2, 3, 4],
     }
 
@@ -141,6 +155,7 @@ POINTS = """
     decoder.decoder.layers.*.cross_attn.num_points_scale model.model.decoder.layers.*.encoder_attn.n_points_scale
 """
 RT_DETR = Publisher(
+    "lyuwenyu/RT-DETR",
     _rt_detr,
     ("decoder.dec_score_head.0.weight", "backbone.res_layers.0.blocks.0.branch2a.conv.weight"),
     [*_resnet(), *pairs(POINTS), *_transformer("mlp.fc1", "mlp.fc2")],
@@ -163,9 +178,9 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
         "backbone_config": hgnet_entries(state, levels),
         "decoder_n_points": [6, 6] if levels == 2 else [3, 6, 3],
         "depth_mult": depth_mult,
-        "reg_scale": float(state["decoder.reg_scale"]),
-        "up": float(state["decoder.up"]),
-        "max_num_bins": len(state["decoder.dec_bbox_head.0.layers.2.bias"]) // 4 - 1,
+        "reg_scale": positive_number(state, "decoder.reg_scale"),
+        "up": positive_number(state, "decoder.up"),
+        "max_num_bins": len(required(state, "decoder.dec_bbox_head.0.layers.2.bias", 1)) // 4 - 1,
         "freeze_backbone_batch_norms": "backbone.stem.stem1.bn.num_batches_tracked" not in state,
     }
     notes = []
@@ -174,27 +189,27 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
     elif "deim" in file.lower():
         config |= SILU
         notes.append("by the name of the file its decoder has SiLU (DEIM), where D-FINE has ReLU")
-    classes = named(len(state["decoder.dec_score_head.0.weight"]))
+    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     return Description("d_fine", {"source_config": config}, classes, notes)
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
     """Return the config of transformers' HGNetV2 that these tensors belong to, with its last `levels` feature maps as
     outputs."""
-    stages = [f"backbone.stages.{i}" for i in range(count(state, "backbone.stages"))]
+    stages = [f"backbone.stages.{i}" for i in range(required_count(state, "backbone.stages"))]
     firsts = [f"{stage}.blocks.0.layers.0" for stage in stages]
     light = [f"{first}.conv1.conv.weight" in state for first in firsts]  # blocks of two convolutions each
     entering = []  # the first convolution of each stage, and the last one of the same layer
     leaving = []
     for first, is_light in zip(firsts, light, strict=True):
-        entering.append(state[f"{first}.conv1.conv.weight" if is_light else f"{first}.conv.weight"])
-        leaving.append(state[f"{first}.conv2.conv.weight" if is_light else f"{first}.conv.weight"])
-    widths = [len(state[f"{stage}.blocks.0.aggregation.1.conv.weight"]) for stage in stages]
+        entering.append(required(state, f"{first}.conv1.conv.weight" if is_light else f"{first}.conv.weight", 4))
+        leaving.append(required(state, f"{first}.conv2.conv.weight" if is_light else f"{first}.conv.weight", 4))
+    widths = [len(required(state, f"{stage}.blocks.0.aggregation.1.conv.weight", 4)) for stage in stages]
     blocks = [count(state, f"{stage}.blocks") for stage in stages]
-    stem = state["backbone.stem.stem1.conv.weight"]
+    stem = required(state, "backbone.stem.stem1.conv.weight", 4)
     return {
         "model_type": "hgnet_v2",
-        "stem_channels": [stem.shape[1], len(stem), len(state["backbone.stem.stem4.conv.weight"])],
+        "stem_channels": [stem.shape[1], len(stem), len(required(state, "backbone.stem.stem4.conv.weight", 4))],
         "stage_in_channels": [weight.shape[1] for weight in entering],
         "stage_mid_channels": [len(weight) for weight in entering],
         **dict.fromkeys(("stage_out_channels", "hidden_sizes"), widths),
@@ -228,6 +243,7 @@ CSP = "cv1 conv1, cv4 conv4, cv2.0 csp_rep1, cv2.1 conv2, cv3.0 csp_rep2, cv3.1 
 CSP_PLACES = [(f"encoder.{name}.*.", f"model.model.encoder.{name}.*.") for name in ("fpn_blocks", "pan_blocks")]
 DOWNSAMPLE = [("encoder.downsample_convs.*.0.", "model.model.encoder.downsample_convs.*.")]
 D_FINE = Publisher(
+    "Peterande/D-FINE",
     _d_fine,
     ("decoder.pre_bbox_head.layers.0.weight", "decoder.enc_output.proj.weight", "backbone.stem.stem1.conv.weight"),
     [

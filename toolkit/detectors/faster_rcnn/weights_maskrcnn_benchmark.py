@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Publisher, named, pairs, resnet_name
+from toolkit.models.weights.names import (
+    Description,
+    IncompleteWeights,
+    Publisher,
+    named,
+    pairs,
+    required,
+    resnet_name,
+)
 
 STEM = "backbone.body.stem.conv1.weight"  # of the first convolution
 # The pyramid has four levels, which the originals count from 1: a 1 x 1 convolution of the backbone's map and a 3 x 3
@@ -46,8 +54,8 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "norm_eps": 0.0,
         "whole_pixels": True,
         "anchor_sizes": [[32.0], [64.0], [128.0], [256.0], [512.0]],
-        "fpn_channels": len(state["backbone.fpn.fpn_inner1.weight"]),
-        "representation_size": len(state["roi_heads.box.feature_extractor.fc6.weight"]),
+        "fpn_channels": len(required(state, "backbone.fpn.fpn_inner1.weight", 4)),
+        "representation_size": len(required(state, "roi_heads.box.feature_extractor.fc6.weight", 2)),
         "mean": [value / 255 for value in PIXEL_MEAN],
         "std": [1 / 255] * 3,
     }
@@ -59,7 +67,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         f"the first stage's stride is in {kernel} convolutions, as published for this backbone: "
         "--model.stride_in_1x1 says otherwise"
     )
-    class_names = named(len(state[CLASSIFIER]) - 1)  # row 0 is the background
+    class_names = named(len(required(state, CLASSIFIER, 2)) - 1)  # row 0 is the background
     return Description("faster_rcnn", options, class_names, [note])
 
 
@@ -70,15 +78,19 @@ def _cell_anchors(state: Mapping[str, Tensor]) -> list[list[list[float]]]:
     """
     names = sorted(name for name in state if name.startswith("rpn.anchor_generator.cell_anchors."))
     behind = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    return [(state[name] + behind).tolist() for name in names]
+    anchors = [required(state, name, 2) for name in names]
+    for name, of_level in zip(names, anchors, strict=True):
+        if of_level.shape[1] != 4:
+            raise IncompleteWeights(f"has {name} of shape {list(of_level.shape)}; expected rows of 4 numbers")
+    return [(of_level + behind).tolist() for of_level in anchors]
 
 
 class _ForBGR(Publisher):
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names, the first convolution for RGB."""
         weights = super().ours_from(state)
-        weights["backbone.body.conv1.weight"] = state[STEM].flip(1)
+        weights["backbone.body.conv1.weight"] = required(state, STEM, 4).flip(1)
         return weights
 
 
-MASKRCNN_BENCHMARK = _ForBGR(_described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], LEFT_OUT)
+MASKRCNN_BENCHMARK = _ForBGR("maskrcnn-benchmark", _described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], LEFT_OUT)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from toolkit.models.weights.names import Description, named
+from toolkit.models.weights.names import Description, named, required
 
+program = "torchvision"
 CLASSIFIER = "roi_heads.box_predictor.cls_score.weight"  # a row for each class, and one for the background
 BODY = "backbone.body.layer4.2.conv3.weight"
 # By detector: a name that only its tensors have.
@@ -51,7 +52,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     """
     architecture = _architecture(state)
     options = {"masks": True} if MASK_MARK in state else {}
-    description = Description(architecture, options, named(len(state[CLASSIFIER]) - 1))
+    description = Description(architecture, options, named(len(required(state, CLASSIFIER, 2)) - 1))
     if architecture == "fasterrcnn_resnet50_fpn":
         description.options["norm_eps"] = 0.0
         description.notes.append(

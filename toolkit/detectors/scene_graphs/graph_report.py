@@ -93,7 +93,7 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     )
     row = {name: value for name, value in metrics.as_row().items() if value is not None}
     for name, value in about.get("scores", {}).items():
-        if name.startswith(("zR@", "ngzR@")) and value is not None:
+        if name.startswith(("zR@", "ngzR@")) and isinstance(value, int | float):
             row[name] = value
     confusions, images = _confusions(truths, graphs, mode, len(table.predicates), protocol)
     frequency = confusions.sum(axis=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.faster_rcnn.weights_maskrcnn_benchmark import CLASSIFIER, MASKRCNN_BENCHMARK, STEM
-from toolkit.models.weights.names import Description, named, pairs, renamed
+from toolkit.models.weights.names import Description, IncompleteWeights, named, pairs, renamed, required
 
 VG_50 = (  # the predicates of VG150, in the order of their rows
     "above, across, against, along, and, at, attached to, behind, belonging to, between, carrying, covered in, "
@@ -132,21 +132,22 @@ def our_name(head: str, name: str) -> str | None:
 
 def head_of(state: Mapping[str, Tensor]) -> tuple[str, dict]:
     """Return the kind of a relation head, in the terms of `our_name`, and its settings, recognised by the names of its
-    tensors. Raises KeyError if they are not those of a known head."""
+    tensors. Raises IncompleteWeights if they are not those of a known head."""
     if "context_layer.node_gru.weight_ih" in state:
         return "imp", {}
     if "context_layer.context_obj.layer_stack.0.slf_attn.w_qs.weight" in state:
         return "transformer", transformer_options(state, KEY_DIM)
     tree, translates = (f"context_layer.{name}.weight" in state for name in ("score_sub", "pred_layer"))
     if not translates:  # the layer for the objects' labels; SGG-Benchmark left it out
-        state["context_layer.decoder_rnn.obj_embed.weight"]
+        required(state, "context_layer.decoder_rnn.obj_embed.weight")
     if "vis_compress.weight" in state:
         context = "vctree" if tree else "vtranse" if translates else "motifs"
         options = {"context": context, "fusion": "gate" if "ctx_gate_fc.weight" in state else "sum"}
         return f"causal_{context}", options | {"use_positions": "spt_emb.0.weight" in state}
     if tree:
         return "vctree", {}
-    state["context_layer.obj_ctx_rnn.weight_ih_l0"], state["rel_compress.weight"]
+    required(state, "context_layer.obj_ctx_rnn.weight_ih_l0")
+    required(state, "rel_compress.weight")
     return "motif", {}
 
 
@@ -154,14 +155,16 @@ def transformer_options(state: Mapping[str, Tensor], key_dim: int) -> dict:
     """Return the settings of a transformer head whose attention heads have `key_dim` channels."""
     layers = [name for name in state if name.endswith("slf_attn.w_qs.weight")]
     first = layers[0].removesuffix("slf_attn.w_qs.weight")
-    heads = len(state[layers[0]]) // key_dim
+    heads = len(required(state, layers[0], 2)) // key_dim
+    if not heads:
+        raise IncompleteWeights(f"has {layers[0]} of less than {key_dim} rows, those of one attention head")
     return {
         "object_layers": sum("context_obj" in name for name in layers),
         "edge_layers": sum("context_edge" in name for name in layers),
         "heads": heads,
         "key_dim": key_dim,
-        "value_dim": len(state[f"{first}slf_attn.w_vs.weight"]) // heads,
-        "inner_dim": len(state[f"{first}pos_ffn.w_1.weight"]),
+        "value_dim": len(required(state, f"{first}slf_attn.w_vs.weight", 2)) // heads,
+        "inner_dim": len(required(state, f"{first}pos_ffn.w_1.weight", 3)),
     }
 
 
@@ -172,6 +175,8 @@ def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 class _SceneGraphs:
     """A publisher, see `names.Publisher`."""
+
+    program = "Scene-Graph-Benchmark"
 
     def recognised(self, state: Mapping[str, Tensor]) -> bool:
         """Return whether a relation head is among the tensors."""
@@ -191,9 +196,9 @@ class _SceneGraphs:
         predictor = below(state, PREDICTOR)
         try:
             head, head_options = head_of(predictor)
-        except KeyError as error:
+        except IncompleteWeights as error:
             raise BadInput(
-                f"model.pretrained {file}: an unknown relation head (it has no {error}); supported are those "
+                f"model.pretrained {file}: an unknown relation head (it {error}); supported are those "
                 "of Motifs, VCTree, IMP, Transformer and CausalAnalysis. --model.detector takes its detector"
             ) from error
         faults = ["attributes (ATTRIBUTE_ON)"] * any(".att_feature_extractor." in name for name in state)
@@ -203,18 +208,19 @@ class _SceneGraphs:
         detector = MASKRCNN_BENCHMARK.described(state, file)
         union = f"{RELATION}union_feature_extractor."
         outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
-        output = next(predictor[name] for name in outputs if name in predictor)
-        num_predicates = len(output) - 1
-        words = predictor.get("context_layer.obj_embed1.weight")
-        width_of = predictor.get("post_emb.weight")
-        unary = predictor.get("context_layer.obj_unary.weight")
-        hidden = len(unary) if width_of is None else width_of.shape[1]
+        output = next((name for name in outputs if name in predictor), outputs[0])
+        num_predicates = len(required(predictor, output, 2)) - 1
+        words = "context_layer.obj_embed1.weight"
+        if "post_emb.weight" in predictor:
+            hidden = required(predictor, "post_emb.weight", 2).shape[1]
+        else:
+            hidden = len(required(predictor, "context_layer.obj_unary.weight", 2))
         options = {
             "mode": "sgdet",
             "head": {"motif": "motifs"}.get(head, head.split("_")[0]),
             "head_options": head_options,
             "hidden_dim": hidden,
-            "embed_dim": 200 if words is None else words.shape[1],
+            "embed_dim": required(predictor, words, 2).shape[1] if words in predictor else 200,
             "union_levels": "all" if f"{union}feature_extractor.pooler.reduce_channel.0.weight" in state else "one",
             "separate_spatial": SPATIAL in state,
             "whole_pixels": True,
@@ -228,7 +234,7 @@ class _SceneGraphs:
         }
         note = "the file does not say how it was trained: mode sgdet, unless --model.mode says otherwise"
         notes = [*detector.notes, note]
-        return Description("scene_graph", options, named(len(state[CLASSIFIER]) - 1), notes, IMAGE_SIZE)
+        return Description("scene_graph", options, named(len(required(state, CLASSIFIER, 2)) - 1), notes, IMAGE_SIZE)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under our names; those without a counterpart keep their own names."""
@@ -245,7 +251,8 @@ class _SceneGraphs:
         ours = {f"detector.{name}": value for name, value in detector.items()}
         ours |= renamed(of_features, FEATURES)
         for name, value in predictor.items():
-            flat = value[..., 0] if re.search(r"pos_ffn\.w_\d\.weight$", name) else value  # a convolution of width 1
+            is_convolution = re.search(r"pos_ffn\.w_\d\.weight$", name)  # of width 1
+            flat = required(predictor, name, 3)[..., 0] if is_convolution else value
             apart = name == CONV_POSITIONS and SPATIAL in state
             into = "mean_spatial.value" if apart else our_name(head, name)
             ours[PREDICTOR + name if into is None else f"head.{into}"] = flat

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from toolkit.models.weights.names import Description, named
+from toolkit.models.weights.names import Description, named, required
 
+program = "torchvision"
 HEAD = "head.classification_head.module_list.0"
 # By detector: names that only its tensors have; the last one has this many rows for each class and the background.
 MARKS = {
@@ -33,7 +34,7 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Return the architecture and class names of the detector that these tensors belong to. `file` is not used."""
     architecture = _architecture(state)
     marks, rows = MARKS[architecture]
-    classes = len(state[marks[-1]]) // rows - 1
+    classes = len(required(state, marks[-1], 4)) // rows - 1
     return Description(architecture, {}, named(classes))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import Description, named
 
+program = "Darknet"
 BLOCKS = (1, 2, 8, 8, 4)  # residual blocks of each stage
 NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the file
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3 import weights_darknet as darknet
-from toolkit.models.weights.names import Description, named
+from toolkit.models.weights.names import Description, named, required
 
+program = "GluonCV"
 LIST_MAGIC = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 DTYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
@@ -85,14 +86,17 @@ def recognised(state: Mapping[str, Tensor]) -> bool:
 def described(state: Mapping[str, Tensor], file: str) -> Description:
     """Return the architecture, settings and class names of the detector that these tensors belong to. `file` is not
     used."""
-    rows = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     options = {
         "backbone": "darknet53",
         "leaky_slope": 0.1,
         "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225],
     }
-    return Description("yolov3", options, named(rows))
+    return Description("yolov3", options, named(_classes(state)))
+
+
+def _classes(state: Mapping[str, Tensor]) -> int:
+    return len(required(state, "yolo_outputs.0.prediction.bias", 1)) // 3 - 5
 
 
 def tensor_names(classes: int) -> Iterator[tuple[str, str]]:
@@ -123,10 +127,9 @@ def _theirs(name: str) -> str:
 
 def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the publisher's tensors under our names, without anchors and grid offsets, which are not weights."""
-    classes = len(state["yolo_outputs.0.prediction.bias"]) // 3 - 5
     tensors = {}
-    for our_name, their_name in tensor_names(classes):
-        tensors[our_name] = state[their_name].float()
+    for our_name, their_name in tensor_names(_classes(state)):
+        tensors[our_name] = required(state, their_name).float()
     for name in list(tensors):
         if name.endswith("running_var"):
             counter = name.replace("running_var", "num_batches_tracked")

@@ -145,6 +145,8 @@ def copy_class_rows(
     Returns:
         the copy; None if the shapes do not fit; `target` itself if no row has the same meaning.
     """
+    if source.ndim != target.ndim:
+        return None
     target_rows, target_blocks = _row_meanings(len(target), layout, classes)
     source_rows, source_blocks = _row_meanings(len(source), layout, source_classes)
     have_one_layout = target_blocks == source_blocks and target.shape[1:] == source.shape[1:]

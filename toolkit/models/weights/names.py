@@ -1,11 +1,14 @@
 """Names in published weights: names of tensors, which identify the publisher and are translated into names of this
 toolkit, and names of classes."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from toolkit.base.errors import BadInput
 
 Pairs = Sequence[tuple[str, str]]  # (theirs, ours); `*` is any number, the same one on both sides
 
@@ -29,11 +32,62 @@ class Description:
     size: dict[str, int] | None = None
 
 
+class IncompleteWeights(BadInput):
+    """Tensors with the names of a publisher, of which some are missing or have another shape; the message says which.
+
+    `open_published_weights` adds the file and the publisher.
+    """
+
+
+def required(state: Mapping[str, Tensor], name: str, rank: int | None = None) -> Tensor:
+    """Return the tensor of this name.
+
+    Publishers read numbers of layers and widths from names and shapes. Of a file that was cut or pruned they are wrong,
+    so every tensor whose shape is read is asked for here.
+
+    rank: number of its dimensions; None: at least one.
+
+    Raises:
+        IncompleteWeights: the tensor is missing, is empty, or has another number of dimensions.
+    """
+    if name not in state:
+        raise IncompleteWeights(f"lacks {name}")
+    tensor = state[name]
+    fits = tensor.ndim == rank if rank is not None else tensor.ndim > 0
+    if not fits or not tensor.numel():
+        expected = "one dimension or more" if rank is None else f"{rank} dimension{'s' * (rank > 1)}"
+        raise IncompleteWeights(f"has {name} of shape {list(tensor.shape)}; expected {expected}, not empty")
+    return tensor
+
+
+def required_rows(state: Mapping[str, Tensor], name: str, *, multiple_of: int) -> int:
+    """Return the number of rows of a tensor. Raises IncompleteWeights if it is not a multiple of `multiple_of`."""
+    tensor = required(state, name)
+    if len(tensor) % multiple_of:
+        raise IncompleteWeights(f"has {name} of shape {list(tensor.shape)}; expected a multiple of {multiple_of} rows")
+    return len(tensor)
+
+
+def positive_number(state: Mapping[str, Tensor], name: str) -> float:
+    """Return the one number of a tensor.
+
+    Raises:
+        IncompleteWeights: the tensor is missing, or does not hold one finite number above 0.
+    """
+    if name not in state:
+        raise IncompleteWeights(f"lacks {name}")
+    values = state[name].flatten().tolist()
+    if len(values) != 1 or not 0 < values[0] < math.inf:
+        raise IncompleteWeights(f"has {name} = {str(values)[:60]}; expected one finite number above 0")
+    return float(values[0])
+
+
 @dataclass
 class Publisher:
     """A program that publishes weights, whose tensors are renamed to the names of this toolkit.
 
     Attributes:
+        program: name of the program, for messages.
         described: function that takes the tensors by name and the name of their file, and returns the `Description` of
             their detector; it raises BadInput for a variant that this toolkit does not have.
         marks: names of tensors that only this program's files have, all of them.
@@ -42,6 +96,7 @@ class Publisher:
         copies: see `copied`.
     """
 
+    program: str
     described: Callable[[Mapping[str, Tensor], str], Description]
     marks: Sequence[str]
     names: Pairs
@@ -103,16 +158,25 @@ def split_attention(state: Mapping[str, Tensor], joint: str = ".in_proj_") -> di
     joint: the part of a name by which a joint tensor is recognised: ".in_proj_" for `in_proj_weight` of
     `nn.MultiheadAttention`, ".qkv." for `qkv.weight` of timm. The results are called `q_proj.weight`, `k_proj.weight`
     and `v_proj.weight`, and the biases likewise.
+
+    Raises:
+        IncompleteWeights: a joint tensor does not have three equal parts.
     """
     result = {}
     for name, tensor in state.items():
         stem, separator, leaf = name.rpartition(joint)
         if separator:
-            for which, part in zip("qkv", tensor.chunk(3), strict=True):
+            for which, part in zip("qkv", equal_parts(state, name, 3), strict=True):
                 result[f"{stem}.{which}_proj.{leaf}"] = part
         else:
             result[name] = tensor
     return result
+
+
+def equal_parts(state: Mapping[str, Tensor], name: str, parts: int) -> tuple[Tensor, ...]:
+    """Return a tensor in equal parts of its rows. Raises IncompleteWeights if it does not have them."""
+    required_rows(state, name, multiple_of=parts)
+    return state[name].chunk(parts)
 
 
 def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, Tensor]:
@@ -126,11 +190,25 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
 
 
 def count(state: Mapping[str, Tensor], prefix: str) -> int:
-    """Return the number of numbered parts below a prefix of names: one more than the largest number, else 0."""
+    """Return the number of numbered parts below a prefix of names: one more than the largest number, else 0.
+
+    Raises IncompleteWeights if there are fewer tensors than that.
+    """
     pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
     matches = [pattern.match(name) for name in state]
     numbers = [int(match[1]) for match in matches if match]
-    return max(numbers, default=-1) + 1
+    found = max(numbers, default=-1) + 1
+    if found > len(state):  # a part has a tensor at least; a wrong number could build a detector without end
+        raise IncompleteWeights(f"has tensors below {prefix}.{found - 1}, but not below all the smaller numbers")
+    return found
+
+
+def required_count(state: Mapping[str, Tensor], prefix: str) -> int:
+    """Return the number of numbered parts below a prefix. Raises IncompleteWeights if there are none."""
+    found = count(state, prefix)
+    if not found:
+        raise IncompleteWeights(f"lacks the tensors below {prefix}.0")
+    return found
 
 
 RESNETS = {  # blocks of each stage, and whether they are bottlenecks
@@ -153,7 +231,7 @@ def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:
     name = RESNETS.get((blocks, deep))
     if not deep or name is None:
         return name
-    width, per_group = state[f"{prefix}layer1.0.conv2.weight"].shape[:2]
+    width, per_group = required(state, f"{prefix}layer1.0.conv2.weight", 4).shape[:2]
     if width != per_group:  # 32 groups of 4 or 8
         name = f"{name.replace('resnet', 'resnext')}_{width // per_group}x{per_group}d"
     return name

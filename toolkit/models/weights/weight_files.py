@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit import index
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Publisher
+from toolkit.models.weights.names import Description, IncompleteWeights, Publisher
 
 # Keys under which programs save the weights; averaged ones come first.
 WEIGHT_KEYS = (
@@ -45,7 +45,8 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     name and the suffix `.names`, one class per line; those of predicates of scene graphs from a file `.predicates`.
 
     Raises:
-        BadInput: the file cannot be read, or no known publisher uses the names of its tensors.
+        BadInput: the file cannot be read, no known publisher uses the names of its tensors, or tensors of the
+            publisher are missing or have another shape.
     """
     state = read_state(path)
     publisher = next((candidate for candidate in publishers() if candidate.recognised(state)), None)
@@ -61,11 +62,20 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
             f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher that is "
             f"known: {KNOWN_PUBLISHERS}. A folder of this toolkit or of transformers is given as a folder"
         )
-    description = publisher.described(state, path.name)
+    try:
+        description = publisher.described(state, path.name)
+        tensors = publisher.ours_from(state)
+        if not description.class_names:
+            raise IncompleteWeights("has no rows of classes in its classifier")
+    except IncompleteWeights as error:
+        raise BadInput(
+            f"model.pretrained {path}: its tensors have the names of {publisher.program}, but it {error}; the file was "
+            "cut or changed, or is of another program: give the whole file that the program saved"
+        ) from error
     description.class_names = _names_beside(path, ".names", description.class_names)
     if "predicates" in description.options:
         description.options["predicates"] = _names_beside(path, ".predicates", description.options["predicates"])
-    return description, publisher.ours_from(state)
+    return description, tensors
 
 
 def _layer_of_classifier(state: Mapping[str, Tensor]) -> str:
@@ -78,7 +88,7 @@ def _layer_of_classifier(state: Mapping[str, Tensor]) -> str:
 def publishers() -> Iterator[Publisher | ModuleType]:
     """Yield every publisher of `toolkit.index.PUBLISHERS`, which is loaded only when it is reached.
 
-    A publisher is a `Publisher`, or a module with the methods of a `Publisher` as functions.
+    A publisher is a `Publisher`, or a module with the methods of a `Publisher` as functions and its name as `program`.
     """
     return map(index.load, index.PUBLISHERS)
 
@@ -86,12 +96,16 @@ def publishers() -> Iterator[Publisher | ModuleType]:
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
     """Return the lines of the file with `suffix` beside `path`; without such a file, the known names.
 
-    Raises BadInput if the numbers of names differ.
+    Raises BadInput if the file is not a text in UTF-8, or the numbers of names differ.
     """
     file = path.with_suffix(suffix)
     if not file.is_file():
         return known
-    lines = file.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        where = f"{error.reason} at byte {error.start}"
+        raise BadInput(f"{file}: not a text in UTF-8 ({where}); save it as UTF-8") from error
     names = [line.strip() for line in lines if line.strip()]
     if len(names) != len(known):
         what = "classes" if suffix == ".names" else "predicates"

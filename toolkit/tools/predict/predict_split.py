@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.text import shown
 from toolkit.data.pipeline import processor_size, validation_loader_of_settings
 from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.data.tiles import Tiling
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
+from toolkit.evaluation.predictions import about_file
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
@@ -277,7 +279,7 @@ def _data_of(
         needed = () if is_named else ("model", "data")
         config = load_config_dict(folder / "config.yaml", options_class, needed)
     if is_named:
-        data = dict(about["data"]) | _given(options)
+        data = _named_data(source, about["data"]) | _given(options)
     elif folder is not None:
         data = split_arguments(config, options)
     elif options.split is None and options.path is None:
@@ -289,6 +291,18 @@ def _data_of(
         data["crowds"] = options.crowds or made_on.get("crowds", "ignore")
         data |= {"masks": True} if made_on.get("masks") else {}
     return folder, data, open_split(**data, say=say)
+
+
+def _named_data(source: str | Path, data: Mapping) -> dict:
+    """Return the arguments of `open_split` that a predictions file names; raise BadInput if some are none of these."""
+    known = ("source", "part_of", "masks", "classes_must_exist", *READING)
+    unknown = [key for key in data if key not in known]
+    if unknown:
+        raise BadInput(
+            f"{about_file(source)}: `data` has {shown(', '.join(unknown))}, which no data set has; name the data with "
+            "--split FILE"
+        )
+    return dict(data)
 
 
 def split_arguments(config: Mapping, options: SplitOptions) -> dict:
