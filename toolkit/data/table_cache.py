@@ -25,7 +25,7 @@ from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Categ
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 7  # raise it when the columns or the output of a reader change: older caches are then read anew
+TABLE_VERSION = 8  # raise it when the columns or the output of a reader change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 BATCH_ROWS = 16384
 BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
@@ -54,7 +54,7 @@ def cached_table(
         key: everything that the table depends on: format, options and places as text, and bytes such as digests of
             files.
         write: function that reads the data, and writes the table by `write_table` to the cache file that it is given.
-        reading: its `cache_dir`, `on_error` and `max_image_pixels` are used here.
+        reading: its `cache_dir`, `on_error`, `max_image_pixels` and `white` are used here.
         name: of the table, in messages.
         empty: message for a table without images.
 
@@ -64,6 +64,8 @@ def cached_table(
     first = f"{TABLE_VERSION} {reading.max_image_pixels}"
     if reading.masks:
         first += " masks"
+    if reading.white:
+        first += f" white {reading.white}"  # the problems of the images depend on it
     digest = hashlib.blake2b(first.encode(), digest_size=16)
     for part in key:
         content = part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape")
@@ -75,6 +77,7 @@ def cached_table(
     else:
         table = write(cache_file)
     table.max_image_pixels = reading.max_image_pixels
+    table.white = reading.white
     raise_or_log_errors(table.problems, reading.on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: {empty}")

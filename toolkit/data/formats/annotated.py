@@ -236,6 +236,7 @@ def open_annotated(
             reading.max_image_pixels,
             contents.listed,
             "annotations",
+            reading.white,
         )
         of_watched = {str(path): digest_of(path) for path in contents.watched}
         return write_table(

@@ -79,7 +79,8 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
         others = set()
         if check_images and checked.images:  # the siblings are read only where the images are checked
             others.update(*map(listed_names, siblings))
-        good, digests = with_good_files(checked, root, check_images, reading.max_image_pixels, others)
+        max_pixels = reading.max_image_pixels
+        good, digests = with_good_files(checked, root, check_images, max_pixels, others, white=reading.white)
         good.problems[:0] = _notes(file)
         return write_table(
             **good.columns(),

@@ -45,7 +45,7 @@ def read_graphs(
         annotations = read(sources)
         is_checked = isinstance(annotations, CheckedAnnotations)
         checked = annotations if is_checked else check(annotations, str(files[0]), max_image_pixels)
-        good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
+        good, digests = with_good_files(checked, sources, check_images, max_image_pixels, white=reading.white)
         return write_table(
             **good.columns(),
             cache_file=cache_file,
