@@ -46,7 +46,7 @@ CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given."""
-    keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds")
+    keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds", "white")
     reading = {key: getattr(options, key) for key in keys}
     reading["on_error"] = "drop"
     reading["classes_must_exist"] = False  # a split may lack a class; all splits together are checked below
@@ -162,7 +162,7 @@ def training_command(
     command."""
     if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
         return "train_sgg needs relations, and these data have none; docs/data.md says how they are written"
-    reading = {"name": options.name, "image_size": options.image_size}
+    reading = {"name": options.name, "image_size": options.image_size, "white": options.white}
     reading["format"] = None if options.format == "auto" else options.format
     reading["on_error"] = None if options.on_error == "raise" else options.on_error
     reading["crowds"] = None if options.crowds == "ignore" else options.crowds
@@ -228,6 +228,7 @@ def _parser() -> Program:
     depths += "header reads sizes and ends of files; none opens no image"
     parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
     add_classes_flag(parser)
+    add_data_flag(parser, "--white", type=int, help="value of 16-bit images that becomes white (default: 65535)")
     parser.add_argument("--masks", action="store_true", help="read and check the masks of objects too")
     crowds = "what boxes marked as crowd regions (iscrowd 1) are, as in training: ignored, or objects like all others"
     add_data_flag(parser, "--crowds", choices=CROWDS, default="ignore", help=crowds)

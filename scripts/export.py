@@ -101,8 +101,9 @@ def validation_table(arguments: argparse.Namespace):
     if folder is not None:
         config = load_config_dict(folder / "config.yaml", options_class, needed=("model", "data"))
     if arguments.split is not None:
-        classes = {} if config is None else config["data"].get("classes", {})
-        reading = {"image_dir": arguments.image_dir, "format": arguments.format, "classes": classes}
+        data = {} if config is None else config["data"]
+        as_trained = {"classes": data.get("classes", {}), "white": data.get("white")}
+        reading = {"image_dir": arguments.image_dir, "format": arguments.format, **as_trained}
         return open_split(arguments.split, say=print, **reading)
     if config is None:
         return None

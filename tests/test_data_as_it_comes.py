@@ -660,7 +660,7 @@ def test_what_was_left_out_or_noted_is_named(tmp_path):
     open_all_splits("train", "0.5", None, tmp_path / "run", say=lines.append, path=str(folder))
     (line,) = (line for line in lines if "see data_problems_train.txt" in line)
     assert line.startswith("train: 2 warnings (first b.png: box [")
-    assert "; 1 note (data: no class names (data.yaml or classes.txt); classes are numbered); see " in line
+    assert "; 1 note (data: no class names (data.yaml, classes.txt or *.names); classes are numbered); see " in line
 
 
 # ---------------------------------------------------------------- tables

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import struct
 import threading
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from test_tiff_windows import with_tags
 
 from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset
 from toolkit.data.decoding import ImageError, _jpeg_size, decode_image, decode_reduced, probe_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.sampling import SampleKey
-from toolkit.tools.predict.prediction import as_image
+from toolkit.models.final import read_white, write_white
+from toolkit.tools.doctor.near_duplicates import hold_out
+from toolkit.tools.predict.image_files import predict_files
+from toolkit.tools.predict.prediction import Predictor, as_image
 
 IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)
@@ -54,6 +60,92 @@ def test_16_bit_grey_is_scaled_not_clipped_and_other_values_are_refused():
         dtype = np.int32 if isinstance(wrong[0][0], int) else np.float32
         with pytest.raises(ImageError, match=words):
             decode_image(encode(Image.fromarray(np.array(wrong, dtype)), "TIFF"))
+
+
+def colour_file(values: np.ndarray, format: str) -> bytes:
+    """A file of 16-bit colours (H, W, 3), which Pillow cannot write."""
+    height, width = values.shape[:2]
+    if format == "PNG":
+        rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+        header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+        data = b"\x89PNG\r\n\x1a\n"
+        for kind, content in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+            data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return data
+    order, is_packed = format[0], format.endswith("deflate")
+    pixels = values.astype(f"{order}u2").tobytes()
+    pixels = zlib.compress(pixels) if is_packed else pixels
+    tags = {256: ("L", [width]), 257: ("L", [height]), 258: ("H", [16] * 3), 259: ("H", [8 if is_packed else 1]),
+            262: ("H", [2]), 273: ("L", [8]), 277: ("H", [3]), 278: ("L", [height]),
+            279: ("L", [len(pixels)])}  # fmt: skip
+    return with_tags(bytes(8) + pixels + bytes(len(pixels) % 2), tags, order, big=False)
+
+
+@pytest.mark.parametrize("format", ["PNG", "<", ">", "< deflate", "> deflate"])
+def test_16_bit_colours_are_scaled_by_their_white_level_from_files_and_in_memory(format):
+    values = np.random.default_rng(0).integers(0, 4200, (5, 7, 3))
+    data = colour_file(values, format)
+    assert "16-bit colours scaled to 8 bits" in probe_image(data).notes
+    scaled = np.clip(np.round(values / 4095 * 255), 0, 255)
+    assert np.array_equal(decode_image(data, white=4095).permute(1, 2, 0), scaled)
+    with Image.open(io.BytesIO(data)) as opened:
+        assert np.array_equal(as_image(opened, white=4095).permute(1, 2, 0), scaled)
+        assert np.array_equal(as_image(opened).permute(1, 2, 0), values >> 8)  # as Pillow has them
+    assert np.array_equal(decode_image(data).permute(1, 2, 0), values >> 8)
+
+
+def test_12_bits_in_files_of_16_are_told_and_become_whole_pictures_by_one_setting(tmp_path):
+    values = np.linspace(0, 3499, 30 * 40).astype(np.uint16).reshape(30, 40)
+    Image.fromarray(values[::-1]).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(encode(scene(), "PNG"))  # 8 bits: no white level changes it
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("0 0.5 0.5 0.2 0.2")
+
+    def read(**options):
+        table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "cache", **options)
+        told = [problem.message for problem in table.problems if problem.severity == "warning"]
+        return table, "; ".join(told)
+
+    table, told = read()
+    assert "the largest value in 1 of 1 images with 16 bits is 3499, of 65535" in told
+    assert "--data.white 4095" in told and table.decode_image(table.row(0)).max() == 14
+    for check_images in (True, "header"):
+        table, told = read(white=4095, check_images=check_images)
+        assert not told and table.decode_image(table.row(0)).max() == 218
+    assert torch.equal(table.decode_image(table.row(1)), decode_image(tmp_path / "b.png"))
+    assert "all above data.white 3000 becomes white" in read(white=3000)[1]
+    rest, part = hold_out(table, 0.5, tmp_path / "cache")
+    assert rest.white == part.white == 4095
+    with pytest.raises(BadInput, match="data.white is 70000; expected a value of 16-bit pixels"):
+        read(white=70_000)
+    (tmp_path / "a.png").write_bytes(encode(scene(), "PNG"))
+    assert "data.white 4095 changes nothing: no image has 16 bits" in read(white=4095)[1]
+
+
+def test_a_predictor_decodes_files_with_the_white_level_of_its_training(tmp_path):
+    Image.fromarray(np.full((4, 4), 4095, np.uint16)).save(tmp_path / "a.png")
+    seen = []
+
+    def predict(images, _):
+        seen.extend(image.max().item() for image in images)
+        return [{"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0)} for _ in images]
+
+    write_white(4095, tmp_path)
+    predictor = Predictor("test", [], predict, white=read_white(tmp_path))
+    assert next(predict_files(predictor, [tmp_path / "a.png"])).error is None
+    with Image.open(tmp_path / "a.png") as opened:
+        predictor(opened)
+    assert seen == [255, 255]
+    (tmp_path / "decoding.json").write_text('{"white": "high"}')
+    with pytest.raises(BadInput, match="`white` is high; expected a whole number above 0"):
+        read_white(tmp_path)
+
+
+def test_bands_that_are_left_out_are_told():
+    pixels = np.zeros((4, 6, 5), np.uint8).tobytes()
+    tags = {256: ("L", [6]), 257: ("L", [4]), 258: ("H", [8] * 5), 262: ("H", [2]), 273: ("L", [8]), 277: ("H", [5]),
+            279: ("L", [len(pixels)]), 338: ("H", [0, 0])}  # fmt: skip
+    assert probe_image(with_tags(bytes(8) + pixels, tags, "<", big=False)).notes == ("first 3 of 5 bands used",)
 
 
 def exif_of(orientation: int) -> Image.Exif:

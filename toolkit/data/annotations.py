@@ -40,6 +40,7 @@ class Reading:
     check_images: "full" (decode each), "header" (read the headers), True ("full" if there are not too many, else
         "header"), or False (the files are not looked at).
     max_image_pixels: an image with more pixels cannot be used, and is refused before it is decoded.
+    white: value of 16-bit images that becomes 255, see `toolkit.data.decoding.decode_image`.
     format, name: as of `toolkit.data.formats.open_dataset`.
     streaming: leave the images in the Parquet files of a `datasets` data set; see `open_hub`.
     keep_images_without_relations: whether the training data of Visual Genome keep images without relations, see
@@ -54,6 +55,7 @@ class Reading:
     cache_dir: str | Path | None = None
     check_images: bool | str = True
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    white: int | None = None
     format: str = "auto"
     name: str | None = None
     streaming: bool = False

@@ -5,7 +5,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,22 @@ from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnin
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import CheckedAnnotations, unsafe_file_name
-from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, ImageError, decode_image, probe_image, read_image_file
+from toolkit.data.decoding import (
+    EXTENSIONS,
+    IMAGE_SUFFIXES,
+    ImageError,
+    decode_image,
+    largest_value,
+    probe_image,
+    read_image_file,
+)
 from toolkit.data.image_sources import ImageSources, Stored, digest_of, is_there, parts_of, size_of, watched_of
+from toolkit.data.sixteen_bits import FULL_RANGE
+from toolkit.data.sixteen_bits import NOTES as NOTES_OF_16_BITS
 from toolkit.data.table import Problem
 
 FULL_CHECK_LIMIT = 20_000  # images; above it only headers are read unless a full check is asked for
+SAMPLED_FOR_WHITE = 200  # images with 16 bits, spread over the data, whose values are read without a full check
 REMOTE_THREADS = 32
 ROWS_PER_CHUNK = 4096  # rows submitted to the pool at a time
 MAX_UNLISTED_NAMED = 10
@@ -36,12 +49,13 @@ def check_image_files(
     check_images: bool | str,
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
+    white: int | None = None,
 ) -> tuple[list[Problem], dict[str, str]]:
     """Check the image file of every row in a thread pool, and report image files beside them that are not in `listed`.
 
     check_images: "full" decodes each image, "header" reads size and end marker; True means "full" for at most
     FULL_CHECK_LIMIT images, else "header". max_pixels: an image with more pixels cannot be used. source: what the rows
-    were read from, for messages.
+    were read from, for messages. white: as of `white_problems`.
     Returns the problems, and {place: `digest_of` the place} for the places that were read; a cache compares these to
     find out whether the images have changed.
     Raises BadInput if none of the files exists, because the folder is then the wrong one.
@@ -54,9 +68,13 @@ def check_image_files(
             "(--data.image_dir)"
         )
     full, problems = depth(check_images, len(rows), image_root)
-    check = image_checker(image_root, full, max_pixels, source)
+    check = image_checker(image_root, full, max_pixels, source, white)
     folders = sorted({os.path.dirname(row.file_name) for row in rows})
     problems += parallel(check, rows, "checking images", waits_for(image_root))
+    deep = with_16_bits(rows, problems)
+    files = [image_root / row.file_name for row in deep]
+    read = partial(largest_value, max_pixels=max_pixels)
+    problems += white_problems(str(image_root), files, read, full, white, waits_for(image_root))
     problems += _linked_files(rows, image_root)
     problems += unlisted_files(image_root, folders, listed)
     return problems, {path: digest_of(path) for path in watched_of(image_root, folders)}
@@ -79,6 +97,7 @@ def image_checker(
     full: bool,
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
+    white: int | None = None,
 ) -> Callable[[ImageRow], list[Problem]]:
     """Return a function that checks the image file of one row and returns its problems.
 
@@ -97,9 +116,64 @@ def image_checker(
                 message = f"different files of this name are in {where}; give the place that is meant (data.image_dir)"
                 return [_problem(row, "error", message)]
             problems.append(_problem(row, "warning", f"this file is in {where}; the first one is used"))
-        return problems + check_image(row, image_root / name, full, max_pixels, source)
+        return problems + check_image(row, image_root / name, full, max_pixels, source, white)
 
     return check
+
+
+def with_16_bits(rows: Sequence[ImageRow], problems: Iterable[Problem]) -> list[ImageRow]:
+    """Return the rows whose images have 16 bits, which a note among the problems says, and no error."""
+    deep = {problem.image_id for problem in problems if problem.message in NOTES_OF_16_BITS}
+    faulty = {problem.image_id for problem in problems if problem.severity == "error"}
+    return [row for row in rows if row.image_id in deep - faulty]
+
+
+def white_problems(
+    where: str,
+    items: Sequence,
+    read: Callable[[Any], int],
+    full: bool,
+    white: int | None,
+    threads: int | None = None,
+) -> list[Problem]:
+    """Return a warning if the white level does not fit the values of the images with 16 bits, or there are none.
+
+    Values of 12 bits in 16-bit files would become nearly black pictures of a few levels.
+
+    Args:
+        where: place of the images, for messages.
+        items: one for each image with 16 bits.
+        read: returns the largest value of an item's image. Raises ImageError.
+        full: whether all images are read; otherwise at most `SAMPLED_FOR_WHITE` of them.
+        white: `data.white`; None: `FULL_RANGE`.
+        threads: as of `parallel`.
+    """
+
+    def largest_of(item: Any) -> list[int]:
+        with suppress(ImageError):  # reported by the check of the file
+            return [read(item)]
+        return []
+
+    if not items:
+        message = f"data.white {white} changes nothing: no image has 16 bits"
+        return [Problem("warning", where, None, None, message)] if white else []
+    step = 1 if full else -(-len(items) // SAMPLED_FOR_WHITE)
+    some = items[::step]
+    largest = max(parallel(largest_of, some, "reading 16-bit values", threads), default=None)
+    if largest is None:
+        return []
+    of_read = f"the largest value in {len(some)} of {len(items)} images with 16 bits is {largest}"
+    used = white or FULL_RANGE
+    if largest > used:
+        message = f"{of_read}; all above data.white {white} becomes white"
+    elif largest <= used // 2:
+        fitting = 2 ** max(largest.bit_length(), 1) - 1
+        levels = largest * 255 // used + 1
+        message = f"{of_read}, of {used}: the pictures are dark, of at most {levels} levels; --data.white {fitting} "
+        message += f"makes {fitting} white"
+    else:
+        return []
+    return [Problem("warning", where, None, None, message)]
 
 
 def waits_for(image_root: Path | ImageSources) -> int | None:
@@ -119,18 +193,20 @@ def with_good_files(
     max_pixels: int = MAX_IMAGE_PIXELS,
     listed: Set[str] = frozenset(),
     source: str = "JSON",
+    white: int | None = None,
 ) -> tuple[CheckedAnnotations, dict[str, str]]:
     """Return the annotations without the images whose files have errors, and with the problems of the files added.
 
     The second result is that of `check_image_files`: digests of the places that were read. The files are not looked at
     if `check_images` is False or there are no images; the second result is then empty.
 
-    listed: further known file names. source: what the records were read from, for messages.
+    listed: further known file names. source: what the records were read from, for messages. white: as of
+    `white_problems`.
     """
     if not check_images or not checked.images:
         return checked, {}
     names = checked.listed | listed
-    problems, digests = check_image_files(checked.images, names, image_root, check_images, max_pixels, source)
+    problems, digests = check_image_files(checked.images, names, image_root, check_images, max_pixels, source, white)
     bad = {problem.image_id for problem in problems if problem.severity == "error"}
     return replace(checked.without(bad), problems=checked.problems + problems), digests
 
@@ -141,6 +217,7 @@ def check_image(
     full: bool,
     max_pixels: int = MAX_IMAGE_PIXELS,
     source: str = "JSON",
+    white: int | None = None,
 ) -> list[Problem]:
     """Return the problems of one image file.
 
@@ -148,7 +225,7 @@ def check_image(
     of the format that its suffix says.
 
     full: whether the image is decoded, or only its header and end marker are read. source: what the row was read from,
-    for messages.
+    for messages. white: as of `decode_image`.
     """
     try:
         if isinstance(file, Stored):
@@ -158,7 +235,7 @@ def check_image(
         # An end marker shows a whole file; without one, decoding tells a cut file from one with something appended.
         lacks_end = probe.format in TAIL and not _ends(file, *TAIL[probe.format])
         if full or lacks_end:
-            height, width = decode_image(file, max_pixels, thorough=full).shape[-2:]
+            height, width = decode_image(file, max_pixels, white, thorough=full).shape[-2:]
     except ImageError as error:
         return [_problem(row, "error", error.reason)]
     problems = [_problem(row, "note", note) for note in probe.notes]

@@ -17,6 +17,15 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.imports import import_torchvision
 from toolkit.data.image_sources import Stored
 from toolkit.data.jpeg_scans import is_cut
+from toolkit.data.sixteen_bits import (
+    COLOUR_NOTE,
+    UnreadableColours,
+    check_readable,
+    colour_values,
+    grey_values,
+    note_of,
+    to_8_bits,
+)
 
 import_torchvision()
 from torchvision.io import ImageReadMode, decode_jpeg  # noqa: E402 (after the line above, which makes it fast)
@@ -25,6 +34,7 @@ JPEG_START = b"\xff\xd8\xff"
 APP1 = 0xE1  # the segment of EXIF, and of XMP
 XMP_ORIENTATION = b"tiff:Orientation"
 END_OF_IMAGE = b"\xff\xd9"  # the last marker of a JPEG
+SAMPLES_PER_PIXEL = 277  # tag of a TIFF file
 REDUCTIONS = (8, 4, 2)  # of the sides of a JPEG, at which libjpeg decodes it faster
 EXTENSIONS = {
     "JPEG": {".jpg", ".jpeg", ".jpe", ".jfif"},
@@ -71,28 +81,32 @@ class ImageProbe(NamedTuple):
 
 
 def decode_image(
-    source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS, thorough: bool = False
+    source: Path | str | bytes | Stored,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    white: int | None = None,
+    thorough: bool = False,
 ) -> torch.Tensor:
     """Decode an image file, or its bytes, to uint8 (3, H, W) RGB with EXIF orientation applied.
 
     In memory the pixels lie as (H, W, 3), as both decoders give them; torchvision resizes such tensors fastest.
 
-    JPEG (grey and CMYK too) goes through torchvision, the rest through Pillow. 16-bit grey is scaled (65535 -> 255),
-    not clipped; alpha is dropped, the colour under it kept. Raises ImageError for a file that is missing, empty, not an
-    image, or incomplete: a truncated image is never filled up with grey. ImageError is also raised, before anything is
-    decoded, for an image whose header gives more than `max_pixels`, and for a path that is not a file, such as a pipe
-    without a writer.
+    JPEG (grey and CMYK too) goes through torchvision, the rest through Pillow. 16-bit values are scaled so that `white`
+    becomes 255 (None: 65535), as do larger ones; alpha is dropped, the colour under it kept. Raises ImageError for a
+    file that is missing, empty, not an image, or incomplete: a truncated image is never filled up with grey. ImageError
+    is also raised, before anything is decoded, for an image whose header gives more than `max_pixels`, and for a path
+    that is not a file, such as a pipe without a writer.
 
     thorough: also look for a cut in the last, finest scan of a progressive JPEG, by decoding it twice.
     """
     path, data = read_image_file(source, max_pixels)
-    return _decode_whole(data, path, max_pixels, thorough)
+    return _decode_whole(data, path, max_pixels, white, thorough)
 
 
 def decode_reduced(
     source: Path | str | bytes | Stored,
     least_hw: tuple[int, int],
     max_pixels: int = MAX_IMAGE_PIXELS,
+    white: int | None = None,
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Decode an image as `decode_image` does, but a large JPEG at a half, a quarter or an eighth of its sides.
 
@@ -115,7 +129,7 @@ def decode_reduced(
             reduced = _decode_reduced_jpeg(data, least_hw, path)
             if reduced is not None:
                 return reduced
-    pixels = _decode_whole(data, path, max_pixels)
+    pixels = _decode_whole(data, path, max_pixels, white)
     return pixels, tuple(pixels.shape[-2:])
 
 
@@ -173,7 +187,7 @@ def _decode_reduced_jpeg(
 
 
 def _decode_whole(
-    data: bytearray, path: Path | Stored | None, max_pixels: int, thorough: bool = False
+    data: bytearray, path: Path | Stored | None, max_pixels: int, white: int | None, thorough: bool = False
 ) -> torch.Tensor:
     if data[:3] == JPEG_START and _orientation_is_in_exif(data):
         _check_pixels(_jpeg_size(data), max_pixels, path)
@@ -187,7 +201,7 @@ def _decode_whole(
             if "truncated" in str(error):
                 raise ImageError("image data truncated", path) from error
             # an uncommon kind of JPEG, or damage: Pillow decodes it or says what is wrong
-    return _decode_with_pillow(data, path, max_pixels, thorough)
+    return _decode_with_pillow(data, path, max_pixels, white, thorough)
 
 
 def _check_scans(
@@ -196,6 +210,22 @@ def _check_scans(
     """Raise ImageError for a JPEG that was cut before its end marker; arguments as of `is_cut`."""
     if is_cut(data, list(_jpeg_segments(data)), pixels, block, thorough):
         raise ImageError("image data truncated", path)
+
+
+def largest_value(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> int:
+    """Return the largest value of an image with 16 bits, for which `probe_image` has a note of `sixteen_bits.NOTES`.
+
+    Raises ImageError as `decode_image` does.
+    """
+    path, data = read_image_file(source, max_pixels)
+    with _as_image_errors(data, path), Image.open(io.BytesIO(data)) as image:
+        _check_pixels(image.size, max_pixels, path)
+        if image.mode.startswith("I"):
+            return int(grey_values(image).max(initial=0))
+        try:
+            return int(colour_values(image).max(initial=0))
+        except UnreadableColours:
+            return int(_to_rgb(image, path).max(initial=0)) * 257
 
 
 def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
@@ -210,12 +240,13 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
     try:
         with io.BytesIO(source) if in_memory else open_image_file(path, max_pixels) as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels, path)
+            notes = _notes(image)  # before it is loaded
             is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
             if is_turned and image.format == "TIFF":  # Pillow turns these itself, when they are opened or loaded
                 image.load()
                 is_turned = False
             size_hw = image.size if is_turned else image.size[::-1]
-            return ImageProbe(size_hw, _notes(image), image.format)
+            return ImageProbe(size_hw, notes, image.format)
     except UnidentifiedImageError as error:
         _, data = read_image_file(source, max_pixels)  # says "empty" where that is the reason
         raise ImageError(_no_image(data), path) from error
@@ -326,10 +357,10 @@ def _orientation_is_in_exif(data: bytearray) -> bool:
 
 
 def _decode_with_pillow(
-    data: bytearray, path: Path | Stored | None, max_pixels: int, thorough: bool
+    data: bytearray, path: Path | Stored | None, max_pixels: int, white: int | None, thorough: bool
 ) -> torch.Tensor:
     with _as_image_errors(data, path), Image.open(io.BytesIO(data)) as image:
-        pixels = pixels_of(image, path, max_pixels)
+        pixels = pixels_of(image, path, max_pixels, white)
         if image.format == "PNG" and b"IEND" not in data:  # Pillow is content once it has every pixel
             raise ImageError("image data truncated", path)
         if image.format in ("JPEG", "MPO"):
@@ -338,12 +369,16 @@ def _decode_with_pillow(
 
 
 def pixels_of(
-    image: Image.Image, path: Path | Stored | None = None, max_pixels: int = MAX_IMAGE_PIXELS
+    image: Image.Image,
+    path: Path | Stored | None = None,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    white: int | None = None,
 ) -> torch.Tensor:
     """Return a Pillow image as uint8 (3, H, W) RGB, with EXIF orientation applied.
 
-    The rule is the same for image files and for images in memory: 16-bit grey is scaled (65535 -> 255), not clipped;
-    alpha is dropped, the colour under it kept.
+    The rule is the same for image files and for images in memory: 16-bit values are scaled so that `white` becomes 255
+    (None: 65535), as do larger ones; alpha is dropped, the colour under it kept. Of colours that Pillow has loaded
+    only the upper 8 of 16 bits are left, which are not scaled again.
 
     path: place of the image for error messages.
 
@@ -352,9 +387,17 @@ def pixels_of(
     """
     _check_pixels(image.size, max_pixels, path)
     with _as_image_errors(None, path):
+        note = note_of(image)
+        try:
+            check_readable(image)
+            if white is not None and note == COLOUR_NOTE:
+                rgb = torch.from_numpy(to_8_bits(colour_values(image), white))
+                return rgb.permute(2, 0, 1)
+        except UnreadableColours as error:
+            raise ImageError(str(error), path) from error
         image.load()
         upright = ImageOps.exif_transpose(image)
-        rgb = torch.from_numpy(_to_rgb(upright, path))  # (H, W, 3)
+        rgb = torch.from_numpy(_to_rgb(upright, path, white if note else None))  # (H, W, 3)
         return rgb.permute(2, 0, 1)
 
 
@@ -374,14 +417,13 @@ def _as_image_errors(data: bytes | bytearray | None, path: Path | Stored | None)
         raise ImageError(reason, path) from error
 
 
-def _to_rgb(image: Image.Image, path: Path | Stored | None) -> np.ndarray:
-    """Convert to (H, W, 3) uint8."""
+def _to_rgb(image: Image.Image, path: Path | Stored | None, white: int | None = None) -> np.ndarray:
+    """Convert to (H, W, 3) uint8; grey of 16 bits by `to_8_bits`."""
     if image.mode.startswith("I"):  # "I;16", "I;16B", or "I" holding 16 bits
-        grey = np.asarray(image).astype(np.int64)
+        grey = grey_values(image)
         if grey.size and not 0 <= grey.min() <= grey.max() <= 65535:
             raise ImageError(f"grey values from {grey.min()} to {grey.max()}; expected 8 or 16 bits", path)
-        scaled = (grey + 128) // 257  # 65535 becomes 255
-        return np.repeat(scaled.astype(np.uint8)[..., None], 3, axis=2)
+        return to_8_bits(grey, white)
     if image.mode == "F":
         raise ImageError("floating-point pixels; expected 8 or 16 bits", path)
     if "transparency" in image.info:
@@ -399,10 +441,17 @@ def _notes(image: Image.Image) -> tuple[str, ...]:
     notes = []
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         notes.append("alpha channel dropped, the colours under it kept")
-    if image.mode.startswith("I"):
-        notes.append("16-bit grey scaled to 8 bits")
+    deep = note_of(image)
+    if deep:
+        notes.append(deep)
+    elif image.mode.startswith("I"):
+        notes.append("grey scaled to 8 bits by the largest value in the file's header")
     if image.mode == "CMYK":
         notes.append("CMYK converted to RGB")
+    bands = len(image.getbands())
+    stored_bands = image.tag_v2.get(SAMPLES_PER_PIXEL, 1) if image.format == "TIFF" else bands
+    if stored_bands > bands:
+        notes.append(f"first {bands} of {stored_bands} bands used")
     if image.format != "MPO":
         notes += _notes_on_frames(image)
     return tuple(notes)

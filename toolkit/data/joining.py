@@ -196,6 +196,7 @@ def _join_tables(
         problems=problems,
         name=" + ".join(names),
         max_image_pixels=max(table.max_image_pixels for table in tables),
+        white=tables[0].white,
         class_map=next((table.class_map for table in tables if table.class_map), {}),
     )
 

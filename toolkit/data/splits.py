@@ -49,7 +49,7 @@ class Fold(NamedTuple):
 
 # Settings of the group `data` that are options of `open_dataset` under the same names.
 READING = "path image_dir format name on_error max_image_pixels streaming keep_images_without_relations".split()
-READING += ["unlisted_classes", "classes", "crowds"]
+READING += ["white", "unlisted_classes", "classes", "crowds"]
 
 
 def open_split(
@@ -271,6 +271,7 @@ def what_was_wrong(table: DetectionTable) -> str:
         found = [problem for problem in table.problems if problem.severity == severity]
         if not found:
             continue
+        found.sort(key=lambda problem: problem.image_id is not None)  # what concerns the whole of the data comes first
         first = shown(f"{Path(found[0].file).name}: {found[0].message}", MAX_PROBLEM_COLUMNS)
         if len(found) == 1:
             parts.append(f"1 {one} ({first})")

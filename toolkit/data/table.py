@@ -133,7 +133,7 @@ class DetectionTable:
     image_root: the root of `file_name` (`toolkit.data.image_sources`); None when the images are embedded.
     problems: the defects that validation found, and repaired or dropped.
     fingerprint: hash of rows and categories, whatever folder they were read from.
-    max_image_pixels: of an image, for `decode_image`.
+    max_image_pixels, white: for `decode_image`.
     sets: the data sets that the table joins (`toolkit.data.joining`); `rows` then has a column `set`. Empty for
         a table that was read from a single data set.
     class_map: the setting `data.classes` that made the classes (`toolkit.data.classes`); empty: they are those of the
@@ -150,6 +150,7 @@ class DetectionTable:
     name: str = ""
     fingerprint: str = ""
     max_image_pixels: int = MAX_IMAGE_PIXELS
+    white: int | None = None
     count: int | None = None
     sets: tuple[JoinedSet, ...] = ()
     class_map: Mapping[str, str | None] = field(default_factory=dict)
@@ -252,10 +253,10 @@ class DetectionTable:
         """
         source = self.image_source(row)
         if least_hw is None:
-            image = decode_image(source, self.max_image_pixels)
+            image = decode_image(source, self.max_image_pixels, self.white)
             height, width = image.shape[-2:]
         else:
-            image, (height, width) = decode_reduced(source, least_hw, self.max_image_pixels)
+            image, (height, width) = decode_reduced(source, least_hw, self.max_image_pixels, self.white)
         if (height, width) != (row["height"], row["width"]):
             reason = (
                 f"the picture has {width} x {height} pixels (width x height), but {row['width']} x {row['height']} by "

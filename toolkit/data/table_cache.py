@@ -54,7 +54,7 @@ def cached_table(
         key: everything that the table depends on: format, options and places as text, and bytes such as digests of
             files.
         write: function that reads the data, and writes the table by `write_table` to the cache file that it is given.
-        reading: its `cache_dir`, `on_error` and `max_image_pixels` are used here.
+        reading: its `cache_dir`, `on_error`, `max_image_pixels` and `white` are used here.
         name: of the table, in messages.
         empty: message for a table without images.
 
@@ -66,6 +66,8 @@ def cached_table(
         first += " masks"
     if reading.crowds != "ignore":
         first += f" crowds {reading.crowds}"
+    if reading.white:
+        first += f" white {reading.white}"  # the problems of the images depend on it
     digest = hashlib.blake2b(first.encode(), digest_size=16)
     for part in key:
         content = part if isinstance(part, bytes) else f" {part}".encode(errors="surrogateescape")
@@ -77,6 +79,7 @@ def cached_table(
     else:
         table = write(cache_file)
     table.max_image_pixels = reading.max_image_pixels
+    table.white = reading.white
     raise_or_log_errors(table.problems, reading.on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: {empty}")

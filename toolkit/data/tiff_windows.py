@@ -61,6 +61,7 @@ def decode_tiff_window(
     window_xyxy: Sequence[int],
     size_hw: tuple[int, int],
     max_pixels: int = MAX_IMAGE_PIXELS,
+    white: int | None = None,
 ) -> Tensor | None:
     """Decode a window of a TIFF file, uint8 (3, h, w); its pixels are those of `decode_image`.
 
@@ -68,7 +69,7 @@ def decode_tiff_window(
         path: of the file.
         window_xyxy: left, top, right and bottom in whole pixels, within the picture.
         size_hw: height and width that the picture should have.
-        max_pixels: as for `decode_image`.
+        max_pixels, white: as for `decode_image`.
 
     Returns None if the picture has to be decoded as a whole: another format, another size, a turned picture, samples in
     separate planes, an uncommon compression, a damaged file, or a window that touches more than half of the blocks.
@@ -78,7 +79,7 @@ def decode_tiff_window(
     with suppress(_Unsupported, ImageError, OSError, struct.error):
         with open_image_file(path, max_pixels) as file:
             small, (left, top) = _small_file(file, window_xyxy, size_hw)
-        pixels = decode_image(small, max_pixels)
+        pixels = decode_image(small, max_pixels, white)
         width = window_xyxy[2] - window_xyxy[0]
         height = window_xyxy[3] - window_xyxy[1]
         return pixels[:, top : top + height, left : left + width]

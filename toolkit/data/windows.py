@@ -197,7 +197,7 @@ class WindowTable(DetectionTable):
         source = self.pictures.image_source(picture)
         if not isinstance(source, Path) or self.decoded.has_room(size_hw):
             return None
-        return decode_tiff_window(source, row["window"], size_hw, self.max_image_pixels)
+        return decode_tiff_window(source, row["window"], size_hw, self.max_image_pixels, self.white)
 
     @functools.cached_property
     def identity(self) -> dict[str, str | int]:
@@ -231,6 +231,7 @@ def windows_of_table(pictures: DetectionTable, tiling: Tiling) -> WindowTable:
         name=pictures.name,
         fingerprint=f"{pictures.fingerprint}-{tiling}",
         max_image_pixels=pictures.max_image_pixels,
+        white=pictures.white,
         sets=pictures.sets,
         class_map=pictures.class_map,
         pictures=pictures,

@@ -29,6 +29,7 @@ from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
 from toolkit.run.settings_check import type_faults
 
 MAX_RESIZED_SIDE_PX = 20_000  # pixels that an image may be resized to
+DECODING_FILE = "decoding.json"
 KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shortest_edge"})
 
 
@@ -141,6 +142,25 @@ def read_categories(file: Path) -> list[Category]:
                 "number or a text). Put back the file that the run wrote"
             )
     return [Category(entry["id"], entry["name"]) for entry in entries]
+
+
+def write_white(white: int | None, folder: Path) -> None:
+    """Write how 16-bit images are decoded, `data.white`, to a `final/` folder; nothing for the full range (None)."""
+    if white is not None:
+        text = json.dumps({"white": white}, indent=2) + "\n"
+        (Path(folder) / DECODING_FILE).write_text(text, encoding="utf-8")
+
+
+def read_white(folder: Path) -> int | None:
+    """Return what `write_white` wrote. Raises BadInput for a file with something else."""
+    file = Path(folder) / DECODING_FILE
+    if not file.is_file():
+        return None
+    white = read_json(file).get("white")
+    if type(white) is not int or white < 1:
+        expected = "expected a whole number above 0. Put back the file that the run wrote"
+        raise BadInput(f"{file}: `white` is {shown(white)}; {expected}")
+    return white
 
 
 def load_detector_weights(detector: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:

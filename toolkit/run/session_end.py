@@ -7,6 +7,7 @@ from toolkit import index
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import as_sentences
 from toolkit.data import pipeline
+from toolkit.models.final import write_white
 from toolkit.run.session_objects import evaluation_loader
 from toolkit.run.training import Training
 from toolkit.run.validation import evaluate_test_split, finish
@@ -52,7 +53,8 @@ def write_final(s: Any, t: Training) -> None:
     size = pipeline.processor_size(c.image_size, c.scales, c.max_size)
     with as_sentences():
         detector.save_final(folder, v.table.categories, size)
+        write_white(c.white, folder)
         if s.config.run.export:
             images = next(iter(v.loader)).images[:4]
             export = index.tool("export")
-            t.log.say(export(detector, folder, images, v.table.categories, size, t.log.say, v.max_detections))
+            t.log.say(export(detector, folder, images, v.table.categories, size, t.log.say, v.max_detections, c.white))

@@ -247,6 +247,9 @@ class DataConfig:
     max_image_pixels: PositiveInt = MAX_IMAGE_PIXELS
     """Maximum number of pixels (width times height) of an image; a larger image is a faulty record and is never
     decoded."""
+    white: PositiveInt | None = None
+    """Value of 16-bit images that becomes white (255), as do larger ones: 4095 for 12 bits. null: 65535. Images of 8
+    bits do not change."""
     max_train_images: PositiveInt | None = None
     """Use only the first N training images; null: all."""
     overfit_batches: PositiveInt | None = None

@@ -15,6 +15,7 @@ from toolkit.data.annotations import CROWDS, Reading
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
 from toolkit.data.image_sources import open_sources
+from toolkit.data.sixteen_bits import FULL_RANGE
 from toolkit.data.table import DetectionTable
 
 # Modules of the formats of folders in the order in which they are tried: the surest signs first.
@@ -40,6 +41,7 @@ def open_dataset(
     cache_dir: str | Path | None = None,
     check_images: bool | str = True,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
+    white: int | None = None,
     streaming: bool = False,
     keep_images_without_relations: bool = False,
     unlisted_classes: str = "unknown",
@@ -70,12 +72,15 @@ def open_dataset(
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
     if crowds not in CROWDS:
         raise BadInput(f"data.crowds is {crowds!r}; expected {' or '.join(CROWDS)}")
+    if white is not None and not 0 < white <= FULL_RANGE:
+        raise BadInput(f"data.white is {white}; expected a value of 16-bit pixels, 1 to {FULL_RANGE}")
     reading = Reading(
         image_dir=image_dir,
         on_error=on_error,
         cache_dir=cache_dir,
         check_images=check_images,
         max_image_pixels=max_image_pixels,
+        white=white,
         format=format,
         name=name,
         streaming=streaming,

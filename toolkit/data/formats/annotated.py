@@ -142,6 +142,20 @@ def split_in_name(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+def may_hold(split: str | None) -> Callable[[str], bool]:
+    """Return a function that says by the name of a folder whether pictures of this split can be in it.
+
+    They cannot be in the folder of another split, where files often have the same names.
+    """
+    own = {"trainval": ("train", "val")}.get(split, (split,))
+
+    def is_of_split(folder_name: str) -> bool:
+        said = split_in_name(folder_name)
+        return said is None or split in (None, UNSPLIT) or said in own
+
+    return is_of_split
+
+
 def called_first(paths: Iterable[Path]) -> list[Path]:
     """Sort paths: first those that `split_of` recognises (`train.json`), then all others; both by name."""
     return sorted(paths, key=lambda path: (split_of(path.name) is None, path.name))
@@ -236,6 +250,7 @@ def open_annotated(
             reading.max_image_pixels,
             contents.listed,
             "annotations",
+            reading.white,
         )
         of_watched = {str(path): digest_of(path) for path in contents.watched}
         return write_table(

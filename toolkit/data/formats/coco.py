@@ -5,6 +5,8 @@ A folder has a file for each split: `annotations/instances_*.json`, or `_annotat
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -19,11 +21,13 @@ from toolkit.data.formats.annotated import (
     called_first,
     folders_in,
     folders_of_splits,
+    may_hold,
     ordered,
     split_in_name,
 )
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
-from toolkit.data.image_sources import open_sources
+from toolkit.data.image_sources import digest_of, open_sources
+from toolkit.data.missing_images import find_missing, root_or_base
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 
@@ -46,15 +50,19 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `read_coco`; the folder of the images is looked for near the annotation file."""
     files = _files(folder)
     siblings = [file for name, file in files.items() if name != split]
-    return read_coco(files[split], reading, siblings)
+    return read_coco(files[split], reading, siblings, folder if folder.is_dir() else None)
 
 
-def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = ()) -> DetectionTable:
+def read_coco(
+    annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = (), folder: Path | None = None
+) -> DetectionTable:
     """Read a COCO `instances` file into a DetectionTable, with its polygons and run lengths if `reading.masks` is set.
 
     reading: its `image_dir` is the root of `file_name`, as `open_sources` takes it; None: the images are looked for
         near the annotation file.
     siblings: annotation files of other splits, whose images may lie in the same folder.
+    folder: of the data set, in which pictures are looked for that are not in the folder of the others; None:
+        `image_dir`, else the folder of the annotation file.
     The table and its problems are cached by the content of the JSON file, the options, and the names, sizes and times
     of the images, so that a second start parses no JSON and opens no image. `rel_categories` and `rel_annotations`, or
     triplets `relations` (rows of subject annotation id, object annotation id, predicate id), become `relations`;
@@ -73,20 +81,29 @@ def read_coco(annotation_file: str | Path, reading: Reading, siblings: Sequence[
             annotations = read_annotations(file, reading.masks)
             checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
         root = image_dir
+        base = image_dir or folder or _data_set_of(file)
         if not root:
             names = [row.file_name for row in checked.images]
-            root = find_image_root(file, names, _folders_of_split(file))
+            find_root = partial(find_image_root, file, names, _folders_of_split(file))
+            root = root_or_base(find_root, base) if check_images else find_root()
         others = set()
+        searched = {}
         if check_images and checked.images:  # the siblings are read only where the images are checked
-            others.update(*map(listed_names, siblings))
-        good, digests = with_good_files(checked, root, check_images, reading.max_image_pixels, others)
+            found = find_missing(checked.images, root, base, may_hold(_split_of(file)))
+            searched = {str(path): digest_of(path) for path in found.watched}
+            root = found.image_root
+            others = found.names(chain(*map(listed_names, siblings), checked.listed))
+            others.update(row.file_name for row in found.images)
+            checked = replace(checked, images=found.images, problems=checked.problems + found.problems)
+        max_pixels = reading.max_image_pixels
+        good, digests = with_good_files(checked, root, check_images, max_pixels, others, white=reading.white)
         good.problems[:0] = _notes(file)
         return write_table(
             **good.columns(),
             cache_file=cache_file,
             image_root=root.resolve(),
             name=str(file),
-            checked=digests,
+            checked={**searched, **digests},
         )
 
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
@@ -207,6 +224,16 @@ def _files(folder: Path) -> dict[str, Path]:
     if "train" not in files and len(unnamed) == 1:  # annotations.json beside annotations_test.json
         files["train"] = unnamed[0]
     return files
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split that the name of an annotation file says, or else that of its folder."""
+    return split_in_name(file.name) or split_in_name(file.absolute().parent.name)
+
+
+def _data_set_of(file: Path) -> Path:
+    """Return the folder of the data set of an annotation file, which may lie in a folder of annotations."""
+    return file.parent.parent if _says_annotations(file.absolute().parent.name) else file.parent
 
 
 def _folders_of_split(file: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from toolkit.data.formats.annotated import (
     called_first,
     folders_of_splits,
     images_in,
+    may_hold,
     not_among,
     open_annotated,
     ordered,
@@ -25,6 +26,7 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.image_sources import ImageSources, is_there
+from toolkit.data.missing_images import find_missing, root_or_base
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "CSV"
@@ -252,7 +254,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     if not root:
         here = folder.parent if folder.is_file() else folder
         named = split_in_name(folder.name) if folder.is_file() else split
-        root = _image_root(here, named, chosen[0].path.parent, given)
+        root = root_or_base(partial(_image_root, here, named, chosen[0].path.parent, given), here)
     names, problems = _names_in(root, chosen)
     sizes = {}
     boxes = []
@@ -280,13 +282,15 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
     images = [ImageRow(index + 1, name, *sizes[name]) for name, index in indices.items()]
     labels = {row.values["label"] for row in rows}
     listed = {row.values["image"] for row in rows} | set(images_in(root))
+    base = folder.parent if folder.is_file() else folder
+    found = find_missing(images, root, image_dir or base, may_hold(split))
     listing = Listing(
-        root,
-        images,
+        found.image_root,
+        found.images,
         sorted_classes(labels - {""}),
-        [path for _, path in tables],
-        listed,
-        problems,
+        [*(path for _, path in tables), *found.watched],
+        found.names(listed),
+        problems + found.problems,
     )
     for name, *box in sorted(boxes, key=lambda box: indices[box[0]]):
         listing.add(indices[name], *box)

@@ -20,9 +20,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.data.annotations import TRIPLET_KEYS, Annotations, Reading
-from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel
+from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel, white_problems, with_16_bits
 from toolkit.data.checks import check
-from toolkit.data.decoding import ImageError, probe_image, read_image_file
+from toolkit.data.decoding import ImageError, largest_value, probe_image, read_image_file
 from toolkit.data.formats.annotated import UNKNOWN_SIZE
 from toolkit.data.image_sources import ImageSources, Shards, open_shard
 from toolkit.data.table import DetectionTable, Problem
@@ -100,9 +100,16 @@ def _copied(name: str, split: str, source: str, reading: Reading) -> tuple[list,
         full = None
         if check_images:
             full = check_images == "full" or (check_images is True and len(rows) <= FULL_CHECK_LIMIT)
-        look = partial(_look, rows, columns.image, annotations, full, max_pixels)
+
+        def largest_value_of(index: int) -> int:
+            return largest_value(_encoded(rows[index][columns.image], max_pixels), max_pixels)
+
+        look = partial(_look, rows, columns.image, annotations, full, reading)
         problems += parallel(look, range(len(rows)), "checking images")
         positions = {image.image_id: index for index, image in enumerate(annotations.images)}
+        if full is not None:
+            deep = [positions[image.image_id] for image in with_16_bits(annotations.images, problems)]
+            problems += white_problems(source, deep, largest_value_of, full, reading.white)
         bad = {problem.image_id for problem in problems if problem.severity == "error"}
         good = check(annotations, source, crowds=reading.crowds).without(bad)
         good.problems[:0] = problems
@@ -122,7 +129,7 @@ def _look(
     image_column: str,
     annotations: Annotations,
     full: bool | None,
-    max_pixels: int,
+    reading: Reading,
     index: int,
 ) -> list[Problem]:
     """Return the problems of an image, and fill in its size if the row lacks it.
@@ -130,6 +137,7 @@ def _look(
     full: whether it is decoded; None: it is not checked.
     """
     image = annotations.images[index]
+    max_pixels = reading.max_image_pixels
     try:
         data = _encoded(rows[index][image_column], max_pixels)
         height, width = probe_image(data, max_pixels).size_hw
@@ -143,7 +151,7 @@ def _look(
     annotations.images[index] = image
     if fault or full is None:
         return fault
-    return check_image(image, data, full, max_pixels, "row")
+    return check_image(image, data, full, max_pixels, "row", reading.white)
 
 
 def _streamed(name: str, split: str, source: str, reading: Reading) -> tuple[list, Make]:

@@ -19,6 +19,7 @@ from toolkit.data.formats.annotated import (
     called_first,
     folders_in,
     folders_of_splits,
+    may_hold,
     not_among,
     open_annotated,
     ordered,
@@ -27,6 +28,7 @@ from toolkit.data.formats.annotated import (
 )
 from toolkit.data.formats.voc_masks import MASK_FOLDER, ObjectNumbers, masks_of_objects
 from toolkit.data.image_sources import open_sources, watched_of
+from toolkit.data.missing_images import find_missing, root_or_base
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "Pascal VOC"
@@ -255,13 +257,15 @@ def _listing(folder: Path, data_sets: list[Path], split: str, reading: Reading) 
     roots, images_of_parts, watched, listed, more = zip(*parts, strict=True)
     root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
     images = list(chain(*images_of_parts))
+    rows = [ImageRow(number, image.file_name, image.width, image.height) for number, image in enumerate(images, start=1)]
+    found = find_missing(rows, root, image_dir or folder, may_hold(split))
     listing = Listing(
-        root,
-        [ImageRow(number, image.file_name, image.width, image.height) for number, image in enumerate(images, start=1)],
+        found.image_root,
+        found.images,
         classes,
-        [*parsed, *_folders_of(parsed), *class_files, *chain(*watched)],
-        set().union(*listed),
-        [*problems, *chain(*more)],
+        [*parsed, *_folders_of(parsed), *class_files, *chain(*watched), *found.watched],
+        found.names(set().union(*listed)),
+        [*problems, *chain(*more), *found.problems],
         reading.masks,
     )
     masks = [ObjectNumbers(None)] * len(images)
@@ -305,7 +309,7 @@ def _read_data_set(
             sets[split] = of_masks
         entries, problems = _listed_entries(entries, sets[split], xml_folder.name, split)
     folders = list(dict.fromkeys(["", *map(os.path.dirname, entries)]))
-    root = image_dir or _image_root(folder, xml_folder, split, folders)
+    root = image_dir or root_or_base(partial(_image_root, folder, xml_folder, split, folders), folder)
     present = set(image_names(root, folders))
     stems_of = {without_suffix(name): name for name in present}
     stem_of: dict[str, str] = {}  # the XML file of an image

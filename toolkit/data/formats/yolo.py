@@ -10,8 +10,10 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import YamlLoader, folders_below, parse_yaml
+from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
+from toolkit.data.formats import darknet
 from toolkit.data.formats.annotated import (
     SPLIT_NAMES,
     UNKNOWN_SIZE,
@@ -19,13 +21,16 @@ from toolkit.data.formats.annotated import (
     Listing,
     folders_of_splits,
     images_in,
+    may_hold,
     not_among,
     open_annotated,
     ordered,
     split_of,
 )
+from toolkit.data.formats.yolo_orphans import about_orphans, orphans_of, pictures_beside
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
+from toolkit.data.missing_images import find_missing
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "YOLO"
@@ -39,7 +44,8 @@ def recognise(folder: Path) -> tuple[str, ...] | None:
 
     Recognised is `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of
     folders or text files that list images. Without such a file, recognised are `train/images` with `train/labels`,
-    `images/train` with `labels/train`, `obj_train_data` of CVAT, and one folder without splits.
+    `images/train` with `labels/train`, `obj_train_data` of CVAT, Darknet's `obj.data` or `train.txt` and `valid.txt`
+    with the paths of images, and one folder without splits.
     """
     _, settings = settings_of(folder)
     if settings:
@@ -111,7 +117,8 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
 
 
 def settings_of(folder: Path) -> tuple[Path | None, dict]:
-    """Return the YAML file that names classes and splits, and its content; None and {} if there is none."""
+    """Return the YAML file that names classes and splits, and its content, or those of Darknet; None and {} if there is
+    none."""
     for path in _yaml_files(folder):
         try:
             content = _load_yaml(path.read_text(encoding="utf-8-sig"))
@@ -121,6 +128,19 @@ def settings_of(folder: Path) -> tuple[Path | None, dict]:
             continue
         if "train" in content or "val" in content:
             return path, content
+    return _lists_of_darknet(folder)
+
+
+def _lists_of_darknet(folder: Path) -> tuple[Path | None, dict]:
+    """Return what `darknet.settings_of` does, if no folders say the splits, and labels lie beside listed images."""
+    file, settings = darknet.settings_of(folder)
+    if not settings or any(_plain_folders(folder, split) for split in SPLIT_NAMES):
+        return None, {}
+    lists = [path for split in SPLIT_NAMES if _entry(settings, split) for path in _located(folder, settings, split)]
+    for path in lists:
+        names = darknet.lines_of(path)[:50] if path.is_file() else []
+        if any(file.is_file() for name in names for file in _labels_of(_find_listed_image(name, path, folder))):
+            return file, settings
     return None, {}
 
 
@@ -279,8 +299,7 @@ def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[lis
     watched = [file] if file else []
     for source in sources:
         if source.is_file():
-            lines = source.read_text(encoding="utf-8-sig").splitlines()
-            files += [_find_listed_image(line.strip(), source, folder) for line in lines if line.strip()]
+            files += _listed_images(source, folder, split)
             watched.append(source)
             continue
         if not source.is_dir():
@@ -291,6 +310,20 @@ def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[lis
             files += [at / name for name in images_in(at)]
             watched.append(at)
     return files, watched, settings
+
+
+def _listed_images(file: Path, folder: Path, split: str) -> list[Path]:
+    """Return the images of a list; those that are not where it says are looked for in the folder of the data set."""
+    images = [_find_listed_image(line, file, folder) for line in darknet.lines_of(file)]
+    rows = []
+    for number, path in enumerate(images):
+        name = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+        rows.append(ImageRow(number, str(name), None, None))
+    found = find_missing(rows, folder, folder, may_hold(split))
+    for number, row in enumerate(found.images):
+        if not images[number].is_file():
+            images[number] = found.image_root / row.file_name
+    return images
 
 
 def _find_listed_image(line: str, file: Path, folder: Path) -> Path:
@@ -320,6 +353,8 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
     files, watched, settings = _image_files(folder, split, sources)
     if not files:
         raise BadInput(f"{folder}: split {split!r} has no images")
+    beside, orphans = ([], []) if alone else _without_pictures(folder, split, files)
+    files += beside
     root = image_dir or folder
     if image_dir is None and not all(path.is_relative_to(folder) for path in files):
         # Not the paths behind links: the labels of a linked folder of images lie beside the link.
@@ -343,6 +378,9 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _class_names(folder, settings, lines)
+    problems += about_orphans(orphans, folder)
+    if beside:
+        problems.append(Problem("note", str(folder), None, None, _about_found(beside, folder)))
     if not settings:
         problems += _unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
@@ -372,6 +410,25 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
             segmentation = [[share * side for share, side in zip(polygon, sides, strict=False)]]
         listing.add(index, name, xyxy, source, shares=True, segmentation=segmentation)
     return listing
+
+
+def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Return (pictures beside label files that belong to none of `files`, label files that have no picture at all)."""
+    candidates = [_labels_of(image) for image in files]
+    used = [next((path for path in paths if path.is_file()), paths[0]) for paths in candidates]
+    label_folders = {path.parent for paths in candidates for path in paths}
+    texts = [*CLASS_FILES, *(path.name for path in folder.glob("*.txt") if darknet.is_list(path))]
+    labels = orphans_of(label_folders, used, texts)
+    pictures = pictures_beside(labels, split)
+    listed = any(path.is_file() for path in _sources(folder, split, None)[0])  # which pictures are of the split
+    orphans = [path for path in labels if path not in pictures]
+    return [] if listed else sorted(set(pictures.values()) - set(files)), orphans
+
+
+def _about_found(pictures: Sequence[Path], folder: Path) -> str:
+    names = [os.path.relpath(path, folder) for path in pictures]
+    some = ", ".join(map(shown, names[:3])) + ", ..." * (len(names) > 3)
+    return f"{len(names)} pictures with labels that are not in the folder of the others were found: {some}"
 
 
 def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple], list[str]]:
@@ -427,12 +484,15 @@ def _class_names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> 
         images = _plain_folders(folder, split)
         if images:
             label_folders += [labels.parent for labels in _labels_of(images / "x.jpg")]
+        if _entry(settings, split):
+            files, *_ = _image_files(folder, split, _located(folder, settings, split))
+            label_folders += [path.parent for file in files for path in _labels_of(file) if path.is_file()]
     label_folders = list(dict.fromkeys(label_folders))
     listed = _listed_names(folder, label_folders)
     if listed:
         return listed, []
     highest = _highest_class(lines, label_folders)
-    note = Problem("note", str(folder), None, None, "no class names (data.yaml or classes.txt); classes are numbered")
+    note = Problem("note", str(folder), None, None, "no class names (data.yaml, classes.txt or *.names); classes are numbered")
     return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
 
 
@@ -456,13 +516,13 @@ def _highest_class(lines: dict[Path, list[str]], label_folders: Sequence[Path]) 
 def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
     """Read class names of a text file: that of the data set, else those of its splits, which must agree; [] if none."""
     for file in _class_files(folder):
-        names = _lines_of(file) if file.is_file() else []
+        names = darknet.lines_of(file) if file.is_file() else []
         if names:
             return names
     by_file = {}
     for directory in label_folders:
-        files = [directory / name for name in CLASS_FILES]
-        by_file |= {file: _lines_of(file) for file in files if file.is_file()}
+        files = _class_files_in(directory)
+        by_file |= {file: darknet.lines_of(file) for file in files if file.is_file()}
     if len(set(map(tuple, by_file.values()))) > 1:
         named = "; ".join(f"{file}: {', '.join(names[:10])}" for file, names in by_file.items())
         raise BadInput(f"{folder}: its splits list different classes ({named}); expected the same in the same order")
@@ -471,15 +531,15 @@ def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
 
 def _class_files(folder: Path) -> list[Path]:
     """Return the paths at which a text file with the class names of a data set may lie."""
-    files = [folder / name for name in CLASS_FILES]
-    files += [folder / LABEL_FOLDER / name for name in CLASS_FILES]
-    return files
+    return [*_class_files_in(folder), *_class_files_in(folder / LABEL_FOLDER)]
 
 
-def _lines_of(file: Path) -> list[str]:
-    """Read the lines of a text file that are not empty."""
-    lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
-    return [line.strip() for line in lines if line.strip()]
+def _class_files_in(directory: Path) -> list[Path]:
+    """Return the paths of such files in one folder: those of the usual names, whether they exist or not, and `*.names`.
+    """
+    files = [directory / name for name in CLASS_FILES]
+    others = sorted(directory.glob("*.names"))
+    return files + [path for path in others if path not in files]
 
 
 def _count(classes: int, folder: Path) -> int:

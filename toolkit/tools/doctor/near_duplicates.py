@@ -78,7 +78,7 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     They are cached by the content of the table, and by the sizes and modification times of the image files.
     """
     root = table.image_root
-    key = hashlib.blake2b(f"looks {CACHE_VERSION} {table.fingerprint}".encode(), digest_size=16)
+    key = hashlib.blake2b(f"looks {CACHE_VERSION} {table.fingerprint}{_white_of(table)}".encode(), digest_size=16)
     for name in table.rows["file_name"].to_pylist() if root is not None else ():
         key.update(_stamp(root / name).encode(errors="surrogateescape"))
     file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
@@ -87,7 +87,7 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
         return known
 
     def read(index: int) -> list[tuple[str, bytes]]:
-        return [_digest_and_thumbnail(table.image_source(table.row(index)))]
+        return [_digest_and_thumbnail(table.image_source(table.row(index)), table.white)]
 
     results = parallel(
         read,
@@ -250,7 +250,7 @@ def hold_out(
         return rest, part
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
-    name = f"{table.fingerprint}-{amount}-{{}}-{CACHE_VERSION}.json"
+    name = f"{table.fingerprint}-{amount}-{{}}-{CACHE_VERSION}{_white_of(table)}.json"
     files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
     cached = [open_table(file) for file in files]
     if all(entry and entry[0].image_root == table.image_root for entry in cached):
@@ -260,8 +260,14 @@ def hold_out(
         held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
         rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
         part = write_selection(table, np.flatnonzero(held), files[1], table.name)
-    rest, part = (dataclasses.replace(part, class_map=table.class_map) for part in (rest, part))
+    of_table = {name: getattr(table, name) for name in ("class_map", "max_image_pixels", "white")}
+    rest, part = (dataclasses.replace(part, **of_table) for part in (rest, part))
     return rest, part
+
+
+def _white_of(table: DetectionTable) -> str:
+    """Return a part of the name of a cache: with another white level, other images look alike."""
+    return f"-white{table.white}" if table.white else ""
 
 
 def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
@@ -347,14 +353,15 @@ def _fraction(digest: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(digest, digest_size=6).digest()) / 2**48
 
 
-def _digest_and_thumbnail(source: Path | Stored | bytes) -> tuple[str, bytes]:
+def _digest_and_thumbnail(source: Path | Stored | bytes, white: int | None) -> tuple[str, bytes]:
     """Return the digest of an image, and its thumbnail as bytes.
 
     Not as an array, which would lie among the decoded images and keep the memory of each from being reused.
     """
     try:
         data = source if isinstance(source, bytes) else source.read_bytes()
-        return hashlib.blake2b(data, digest_size=16).hexdigest(), thumbnail_of(decode_image(bytes(data))).tobytes()
+        pixels = decode_image(bytes(data), white=white)
+        return hashlib.blake2b(data, digest_size=16).hexdigest(), thumbnail_of(pixels).tobytes()
     except (OSError, ImageError):
         digest = hashlib.blake2b(str(source).encode(errors="surrogateescape"), digest_size=16).hexdigest()
         return digest, bytes(THUMBNAIL_SIDE * THUMBNAIL_SIDE)

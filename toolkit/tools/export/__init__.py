@@ -39,6 +39,7 @@ def export_detector(
     top_k: int | None = None,
     max_detections: int | None = None,
     grid_sample: bool = True,
+    white: int | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[dict[str, Path], nn.Module]:
     """Write `model.onnx` and `model.pt2` of a detector to a folder; the detector is not changed.
@@ -51,6 +52,7 @@ def export_detector(
         score_threshold: score from which detections are meant to be used, for the metadata.
         top_k: number of detections (rows) that a file returns for an image; None: 300, or `max_detections` if larger.
         max_detections: number of detections of an image that an evaluation keeps; None: the detector's own.
+        white: value of 16-bit images that is to become 255, for the metadata.
         grid_sample: whether the files may contain the operator GridSample, see `trace`.
         say: called with a text at each stage, which may take a minute.
 
@@ -84,6 +86,7 @@ def export_detector(
         without_machine(source),
         max_detections=kept,
         masks=graph.masks,
+        white=white,
     )
     return _write(program, Path(folder), formats, about, say), graph
 
@@ -116,13 +119,14 @@ def export_final(
     size: Mapping[str, int],
     say: Callable[[str], None] = print,
     max_detections: int | None = None,
+    white: int | None = None,
 ) -> str:
     """Write ONNX and torch.export files to `folder`, which holds the final weights, and return a text with the largest
     differences of each file from PyTorch.
 
     Args:
         images: uint8 (B, 3, H, W), real images on which the files are compared with PyTorch.
-        categories, size, say, max_detections: see `export_detector`.
+        categories, size, say, max_detections, white: see `export_detector`.
 
     Raises:
         BadInput: see `export_detector`.
@@ -136,6 +140,7 @@ def export_final(
         size=size,
         source=str(folder),
         max_detections=max_detections,
+        white=white,
         say=say,
     )
     images = images.cpu().contiguous()

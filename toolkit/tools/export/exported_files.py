@@ -45,6 +45,7 @@ class ExportMetadata:
         max_detections: number of detections of an image that an evaluation keeps.
         predicates: names of the predicates of a scene graph; empty for a detector.
         masks: see `toolkit.tools.export.graph.PixelsToBoxes`.
+        white: value of 16-bit images that becomes 255 in the input; None: 65535.
     """
 
     architecture: str
@@ -59,6 +60,7 @@ class ExportMetadata:
     max_detections: int = 100
     predicates: Sequence[str] = ()
     masks: str = ""
+    white: int | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:

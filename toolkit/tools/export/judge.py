@@ -157,6 +157,7 @@ def _write(
         score_threshold=request.score_threshold,
         grid_sample=request.grid_sample,
         max_detections=trained.max_detections,
+        white=trained.white,
     )
     onnx_file = written["onnx"]
     _, about = open_exported(onnx_file)
@@ -231,6 +232,7 @@ def write_relations(
         source=trained.source,
         score_threshold=request.score_threshold,
         grid_sample=request.grid_sample,
+        white=trained.white,
     )
     run, about = open_exported(path)
     predict_of = {"PyTorch": own_predict(detector, trained.size), path.name: predict_with(run, about)}

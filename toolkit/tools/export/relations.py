@@ -43,6 +43,7 @@ def export_graph(
     source: str,
     score_threshold: float,
     grid_sample: bool = True,
+    white: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Write `graph.onnx` of a scene graph model to a folder, and return the file.
@@ -64,6 +65,7 @@ def export_graph(
         MAX_RELATIONS,
         without_machine(source),
         predicates=list(detector.predicates),
+        white=white,
     )
     path = Path(folder) / "graph.onnx"
     say(f"writing {path}")

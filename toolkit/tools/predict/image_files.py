@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -248,12 +249,13 @@ def predict_files(
         score_threshold: only detections with a higher score are returned.
         given: `boxes` and `labels` of each file, for a predictor that describes given boxes.
     """
+    decode = partial(_decode_or_error, white=predictor.white)
     with ThreadPoolExecutor() as pool:
         sizes = pool.map(_size_or_nothing, paths)
         in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
         for start in range(0, len(in_order), batch_size):
             some = in_order[start : start + batch_size]
-            decoded = dict(zip(some, pool.map(_decode_or_error, some), strict=True))
+            decoded = dict(zip(some, pool.map(decode, some), strict=True))
             images = {path: image for path, image in decoded.items() if isinstance(image, Tensor)}
             boxes = [] if given is None else [[given[path] for path in images]]
             detections = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
@@ -271,8 +273,8 @@ def _size_or_nothing(path: Path) -> tuple[int, int]:
         return (0, 0)  # decoding reports the reason
 
 
-def _decode_or_error(path: Path) -> Tensor | ImageError:
+def _decode_or_error(path: Path, white: int | None) -> Tensor | ImageError:
     try:
-        return decode_image(path)
+        return decode_image(path, white=white)
     except ImageError as error:
         return error

@@ -20,7 +20,13 @@ from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.detector import Detector
-from toolkit.models.final import load_detector_folder, load_detector_weights, read_categories, with_inference_settings
+from toolkit.models.final import (
+    load_detector_folder,
+    load_detector_weights,
+    read_categories,
+    read_white,
+    with_inference_settings,
+)
 from toolkit.models.weights.pretrained import cached_when_offline, load_pretrained, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
@@ -55,6 +61,7 @@ class OwnDetector(NamedTuple):
         categories: classes in the order of the labels.
         size: the size to which images are resized, see `toolkit.data.pipeline.processor_size`.
         max_detections: number of detections of an image that the evaluations of its run keep.
+        white: `data.white` of its run.
     """
 
     source: str
@@ -62,6 +69,7 @@ class OwnDetector(NamedTuple):
     categories: list[Category]
     size: dict[str, int] | None
     max_detections: int = Detector.max_detections
+    white: int | None = None
 
 
 def add_flags(parser: ArgumentParser, *names: str) -> None:
@@ -108,7 +116,7 @@ def open_predictor(
         top_k = max_detections or max(MIN_TOP_K, evaluated)
         predict = own_predict(opened.detector.to(device), opened.size, top_k)
         given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
-        about = (given, report_thresholds(path), evaluated, opened.size, opened.detector.predicts_masks)
+        about = (given, report_thresholds(path), evaluated, opened.size, opened.detector.predicts_masks, opened.white)
         return Predictor(opened.source, opened.categories, predict, *names, *about)
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is not a run of this project, its settings are fixed")
@@ -121,6 +129,7 @@ def open_predictor(
             f"--top-k {max_detections}"
         )
     known = {"thresholds": {"": about.score_threshold}, "size": about.size, "masks": bool(about.masks)}
+    known["white"] = about.white
     known["max_detections"] = max_detections or about.max_detections
     predict = predict_with(run, about, max_detections)
     return Predictor(str(path), list(about.categories), predict, about.predicates, **known)
@@ -152,13 +161,14 @@ def open_own_detector(
             run.categories,
             size,
             evaluated_detections(run.config, detector),
+            data.get("white"),
         )
     if weights is not None:
         raise BadInput(f"--weights {weights}: only a run has several; {source} is not a run folder or checkpoint")
     if kind != "final":
         return None
     detector, categories, size = load_detector_folder(path, settings)
-    return OwnDetector(str(path), detector, categories, size, detector.max_detections)
+    return OwnDetector(str(path), detector, categories, size, detector.max_detections, read_white(path))
 
 
 def evaluated_detections(config: Mapping, detector: Detector) -> int:
@@ -204,7 +214,7 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
     predict = transformers_predict(model, processor, max_detections or max(MIN_TOP_K, evaluated))
     size = dict(processor.size) if getattr(processor, "do_resize", False) else None
     about = (report_thresholds(path), evaluated, size)
-    return Predictor(str(source), categories, predict, (), (), None, *about)
+    return Predictor(str(source), categories, predict, (), (), None, *about, white=read_white(path))
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:

@@ -109,6 +109,8 @@ def open_any(
         return open_predictions_file(source, options, accelerator.print)
     folder, data, table = _data_of(source, {}, options, accelerator.print)
     predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
+    if predictor.white is not None:
+        data["white"] = table.white = predictor.white
     if predictor.masks and "masks" not in data:
         data, table = _with_masks(source, data, table, accelerator.print)
     about = {"detector": predictor.source, "data": data}
@@ -289,6 +291,7 @@ def _data_of(
         made_on = about.get("data") or {}
         data["classes"] = made_on.get("classes", {})
         data["crowds"] = options.crowds or made_on.get("crowds", "ignore")
+        data["white"] = made_on.get("white")
         data |= {"masks": True} if made_on.get("masks") else {}
     return folder, data, open_split(**data, say=say)
 
@@ -317,7 +320,7 @@ def split_arguments(config: Mapping, options: SplitOptions) -> dict:
     named = data.get("path") is not None or data["name"] is not None or data["format"] == "shapes"
     other_file = split is not None and (not named or Path(split).expanduser().is_file())  # not one of the run's
     if options.path is not None or other_file:
-        as_trained = {"on_error": data["on_error"], "classes": data.get("classes", {})}
+        as_trained = {"on_error": data["on_error"], "classes": data.get("classes", {}), "white": data.get("white")}
         as_trained["crowds"] = data.get("crowds", "ignore")
         return _other_data(options) | as_trained | masks | _given(options)
     reading = {key: data[key] for key in READING if key in data}

@@ -54,6 +54,7 @@ class Predictor:
         max_detections: number of detections of an image, over all classes, that an evaluation keeps; None: all.
         size: the size to which images are resized, see `input_hw`; None: it is not known.
         masks: whether the detector predicts masks.
+        white: value of 16-bit images that becomes white, as in training; None: 65535.
     """
 
     source: str
@@ -66,6 +67,7 @@ class Predictor:
     max_detections: int | None = 100
     size: Mapping[str, int] | None = None
     masks: bool = False
+    white: int | None = None
 
     @property
     def recommended_threshold(self) -> float:
@@ -87,7 +89,7 @@ class Predictor:
         """
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
-        pictures = [as_image(image) for image in (images if several else [images])]
+        pictures = [as_image(image, self.white) for image in (images if several else [images])]
         detections = self.predict(pictures, minimum)
         for found, picture in zip(detections, pictures, strict=True):
             if "masks" in found:
@@ -123,11 +125,12 @@ def _pixels(masks: Sequence[Rle], size_hw: tuple[int, int]) -> Tensor:
     return pixels
 
 
-def as_image(image) -> Tensor:
+def as_image(image, white: int | None = None) -> Tensor:
     """Convert a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W) to a tensor uint8 (3, H, W),
     RGB.
 
-    A PIL image is decoded as in training: turned upright, 16 bits scaled to 8, without alpha.
+    A PIL image is decoded as in training: turned upright, 16 bits scaled to 8, without alpha. white: as of
+    `toolkit.data.decoding.pixels_of`, for a PIL image.
 
     Raises:
         BadInput: `image` is none of these; or it is a PIL image that training would refuse too: truncated, damaged,
@@ -135,7 +138,7 @@ def as_image(image) -> Tensor:
     """
     if isinstance(image, Image.Image):
         try:
-            return pixels_of(image)
+            return pixels_of(image, white=white)
         except ImageError as error:
             file = getattr(image, "filename", "")
             name = f", of {shown(file, 300)}" if file else ""

@@ -48,7 +48,7 @@ def read_graphs(
         checked = annotations
         if not is_checked:
             checked = check(annotations, str(files[0]), max_image_pixels, reading.crowds)
-        good, digests = with_good_files(checked, sources, check_images, max_image_pixels)
+        good, digests = with_good_files(checked, sources, check_images, max_image_pixels, white=reading.white)
         return write_table(
             **good.columns(),
             cache_file=cache_file,

@@ -1,0 +1,153 @@
+"""Looks for pictures that are not where the annotations say in all other places of a data set."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.base.errors import BadInput
+from toolkit.base.files import folders_below
+from toolkit.base.text import shown
+from toolkit.data.annotations import ImageRow
+from toolkit.data.check_files import image_names, parallel
+from toolkit.data.checks import unsafe_file_name
+from toolkit.data.decoding import ImageError, probe_image
+from toolkit.data.image_sources import ImageSources
+from toolkit.data.table import Problem
+
+MAX_FOLDERS = 2_000  # of a data set that are looked through
+
+
+@dataclass
+class Found:
+    """Rows of images whose pictures were looked for, and the folder that their names are relative to.
+
+    moved: path of the folder that was given, relative to `image_root`; "" if it is the same.
+    problems: a note on each folder in which pictures were found.
+    watched: the folders that were looked through, if a picture was not found.
+    """
+
+    images: list[ImageRow]
+    image_root: Path | ImageSources
+    moved: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    watched: list[Path] = field(default_factory=list)
+
+    def names(self, listed: Iterable[str]) -> set[str]:
+        """Return names relative to the folder that was given as names relative to `image_root`."""
+        return {os.path.join(self.moved, name) for name in listed}
+
+
+def find_missing(
+    images: Sequence[ImageRow],
+    root: Path | ImageSources,
+    base: Path,
+    is_of_split: Callable[[str], bool],
+) -> Found:
+    """Look below the folder `base` for the pictures that `root` lacks.
+
+    A picture is taken if its path ends with the whole name, or else with the last parts of it; if it has the size in
+    the row; if no other row names it; and if it is the only such file. So a picture of another split, or a reduced copy,
+    is not taken for it. Names become relative to a folder that has all pictures; if nothing is found, none changes.
+
+    root: if it is not a single folder, nothing is looked for.
+    is_of_split: says by the name of a folder whether pictures of the split can be in it.
+    """
+    images = list(images)
+    if not isinstance(root, Path):
+        return Found(images, root)
+    named = [row for row in images if isinstance(row.file_name, str) and not unsafe_file_name(row.file_name)]
+    missing = parallel(lambda row: [] if os.path.exists(root / row.file_name) else [row], named, "looking for images")
+    if not missing:
+        return Found(images, root)
+    folders = _folders_of_split(base, is_of_split)
+    paths = _paths_by_name(folders, {os.path.basename(row.file_name) for row in missing})
+    taken = {os.path.realpath(root / row.file_name) for row in named}
+    found: dict[int | str, str] = {}  # paths of pictures by image id
+    for row in missing:
+        path = _picture_of(row, paths, taken)
+        if path is not None:
+            found[row.image_id] = path
+            taken.add(os.path.realpath(path))
+    watched = folders if len(found) < len(missing) else []
+    if not found:
+        return Found(images, root, watched=watched)
+    top = os.path.abspath(root)
+    common = os.path.commonpath([top, *(os.path.dirname(os.path.abspath(path)) for path in found.values())])
+    moved = os.path.relpath(top, common) if common != top else ""
+    rows = []
+    for row in images:
+        name = row.file_name
+        if row.image_id in found:
+            name = os.path.relpath(found[row.image_id], common)
+        elif moved and isinstance(name, str):
+            name = os.path.join(moved, name)
+        rows.append(row._replace(file_name=name))
+    return Found(rows, Path(common), moved, _notes(found.values(), root), watched)
+
+
+def root_or_base(find_root: Callable[[], Path], base: Path) -> Path:
+    """Return the folder that `find_root` finds, or `base` if it finds none and pictures lie below that.
+
+    Then `find_missing` looks for each picture. Raises BadInput, that of `find_root`, if there are no pictures.
+    """
+    try:
+        return find_root()
+    except BadInput:
+        if any(any(image_names(folder, [""])) for folder in folders_below(base)[:MAX_FOLDERS]):
+            return base
+        raise
+
+
+def _notes(paths: Iterable[str], root: Path) -> list[Problem]:
+    """Return a note on each folder in which pictures were found."""
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        names.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
+    notes = []
+    for place, pictures in names.items():
+        some = ", ".join(map(shown, pictures[:3])) + ", ..." * (len(pictures) > 3)
+        message = f"{len(pictures)} pictures that are not in {root} were found here: {some}"
+        notes.append(Problem("note", place, None, None, message))
+    return notes
+
+
+def _folders_of_split(base: Path, is_of_split: Callable[[str], bool]) -> list[Path]:
+    """Return `base` and the folders below it of which every part of the path fits the split."""
+    folders = folders_below(base)[:MAX_FOLDERS]
+    return [folder for folder in folders if all(map(is_of_split, folder.relative_to(base).parts))]
+
+
+def _paths_by_name(folders: Iterable[Path], wanted: set[str]) -> dict[str, list[str]]:
+    """Return the paths of the wanted files in these folders, by the name of the file."""
+    paths: dict[str, list[str]] = {}
+    for folder in folders:
+        try:
+            names = wanted.intersection(os.listdir(folder))
+        except OSError:
+            continue
+        for name in names:
+            paths.setdefault(name, []).append(os.path.join(folder, name))
+    return paths
+
+
+def _picture_of(row: ImageRow, paths: dict[str, list[str]], taken: set[str]) -> str | None:
+    """Return the path of the picture of a row; None if there is none, or more than one."""
+    parts = Path(row.file_name).parts
+    candidates = [path for path in paths.get(parts[-1], ()) if os.path.realpath(path) not in taken]
+    candidates = [path for path in candidates if _has_size(path, row)]
+    for start in range(len(parts)):
+        tail = os.path.join("", *parts[start:])
+        ending = [path for path in candidates if path.endswith(os.sep + tail)]
+        if ending:
+            return ending[0] if len(ending) == 1 else None
+    return None
+
+
+def _has_size(path: str, row: ImageRow) -> bool:
+    """Return whether a picture has the width and height of the row, where these are known."""
+    try:
+        height, width = probe_image(path).size_hw
+    except ImageError:
+        return False
+    return (row.width or width, row.height or height) == (width, height)
