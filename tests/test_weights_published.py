@@ -25,6 +25,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
 from toolkit.detectors.detr.weights_detr import DETR
+from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.detectors.detr.weights_rt_detr import D_FINE, RT_DETR
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
 from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn_of_torchvision
@@ -107,6 +108,18 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
         torch.testing.assert_close(value, torch.from_numpy(expected[key]), rtol=1e-4, atol=2e-5)
 
     assert [key for key in not_taken(state, ours) if not LEFT.search(key)] == []
+
+
+def test_the_layer_of_rf_detr_base_behind_its_deepest_map_is_left_out_and_named():
+    state, _ = published("rfdetr_nano")
+    vit = "backbone.0.encoder.encoder"
+    width = len(state[f"{vit}.embeddings.patch_embeddings.projection.weight"])
+    state[f"{vit}.embeddings.patch_embeddings.projection.weight"] = torch.zeros(width, 3, 14, 14)  # of base alone
+    found = RF_DETR.described(state, "rf-detr-base.pth")
+    assert "1 of the 12 layers" in found.notes[0]
+    detector = build_detector(found.architecture, class_names=found.class_names, **found.options)
+    table = map_weights(detector.state_dict(), RF_DETR.ours_from(state))
+    assert not table.new and len(table.unused) == 18 and all(".layer.11." in name for name in table.unused)
 
 
 def test_a_d_fine_with_silu_stays_so(tmp_path):
