@@ -51,7 +51,7 @@ def is_cut(data: bytearray, segments: Segments, pixels: Tensor, block: int = 8, 
         if not (is_suspicious or is_progressive or in_first_scan < components):
             return False
         lacks_scans, end = _read_scans(data, segments)
-    except (struct.error, IndexError):  # an uncommon file, which was decoded all the same
+    except (struct.error, LookupError, ValueError):  # an uncommon file, which was decoded all the same
         return False
     return lacks_scans or is_suspicious and _takes_more(data, end)
 
@@ -65,7 +65,7 @@ def _components(data: bytearray, segments: Segments) -> list[int]:
 def _read_scans(data: bytearray, segments: Segments) -> tuple[bool, int]:
     """Return whether the scans leave bits of a coefficient out, and the position of the marker behind the last scan.
 
-    Raises struct.error or IndexError for a file whose segments end behind it.
+    Raises struct.error, IndexError or ValueError for a file whose segments end behind it.
     """
     left = {component: np.full(COEFFICIENTS, NOT_CODED) for component in _components(data, segments)}
     _, at = segments[-1]
@@ -133,5 +133,5 @@ def _decoded(data: bytearray) -> np.ndarray | None:
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
             return np.asarray(image)
-    except (OSError, SyntaxError, ValueError, EOFError):
+    except (OSError, SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, struct.error):
         return None

@@ -220,7 +220,7 @@ def clipped(rings: Polygons, size_hw: tuple[int, int], margin: float = 0.0) -> P
     inside = []
     for ring in rings:
         for axis, side in ((0, width), (1, height)):
-            ring = _cut_at(ring, axis, -margin, 1)
+            ring = _cut_at(ring, axis, 0.0 - margin, 1)  # not -0.0, which would be written to files
             ring = _cut_at(ring, axis, side + margin, -1)
         if len(ring) >= LEAST_CORNERS:
             inside.append(ring)
