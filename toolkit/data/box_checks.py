@@ -294,15 +294,16 @@ def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, 
         return None, [f"bbox needs 4 numbers, it has {len(bbox)}"], []
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in bbox):
         return None, [f"bbox {bbox!r} holds something that is not a number"], []
+    written = _written(bbox)
     x, y, w, h = bbox
     # compared, not converted: a number of 400 digits has no float
     if not all(-MAX_COORDINATE_PX < value < MAX_COORDINATE_PX for value in bbox):
-        return None, [f"non-finite coordinate in bbox {list(bbox)}"], []
+        return None, [f"non-finite coordinate in bbox {written}"], []
     if w < 0 or h < 0:
         side = "width" if w < 0 else "height"
-        return None, [f"negative {side} in bbox {list(bbox)}"], []
+        return None, [f"negative {side} in bbox {written}"], []
     if w == 0 or h == 0:
-        return None, [f"zero area: bbox {list(bbox)}"], []
+        return None, [f"zero area: bbox {written}"], []
     right = x + w
     bottom = y + h
     if row is None or not has_size(row):
@@ -316,12 +317,18 @@ def _box(bbox: object, row: ImageRow | None) -> tuple[tuple[float, ...] | None, 
     x2 = min(right, width)
     y2 = min(bottom, height)
     if x2 <= x1 or y2 <= y1:
-        return None, [f"bbox {list(bbox)} lies outside the image of {width} x {height}"], []
-    if max(x1 - x, y1 - y, right - x2, bottom - y2) <= CLIP_TOLERANCE:
+        return None, [f"bbox {written} lies outside the image of {width} x {height}"], []
+    beyond = max(x1 - x, y1 - y, right - x2, bottom - y2)
+    if beyond <= CLIP_TOLERANCE:
         return (x1, y1, x2, y2), [], []
-    clipped = [x1, y1, x2 - x1, y2 - y1]
-    repair = f"bbox {list(bbox)} exceeds the image of {width} x {height}; clipped to {clipped}"
+    clipped = _written([x1, y1, x2 - x1, y2 - y1])
+    repair = f"bbox {written} exceeds the image of {width} x {height} by {beyond:.3g} px; clipped to {clipped}"
     return (x1, y1, x2, y2), [], [repair]
+
+
+def _written(numbers: Sequence[float]) -> list[float]:
+    """Return numbers for a message, without the digits that computing in binary adds."""
+    return [float(f"{number:.6g}") if isinstance(number, float) else number for number in numbers]
 
 
 def has_size(row: ImageRow) -> bool:

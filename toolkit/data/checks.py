@@ -28,6 +28,8 @@ BOX_FORMATS = {
     "xywh": ("[x, y, width, height]", ("x", "y", "width", "height")),
 }
 _READ_AS = ("xywh", "xyxy", "cxcywh")  # where several fit equally well, the first is named
+MAX_FOLLOW_UPS = 3  # annotations with one undefined class that are named one by one
+_NOT_DEFINED = re.compile(r"(category|attribute|predicate) \S.* is not defined$")
 _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a folder
 
 
@@ -96,6 +98,7 @@ def check(
     boxes, index = check_boxes(annotations, file, rows, labels, attribute_rows, problems)
     predicates, predicate_rows = _categories(annotations.predicates, file, "predicate", problems)
     relations = check_relations(annotations.relations, file, index, predicate_rows, problems)
+    problems[:] = _with_follow_ups_joined(problems, file)
     checked = CheckedAnnotations(
         images=list(rows.values()),
         boxes=boxes,
@@ -165,6 +168,27 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
         categories.append(Category(id_, name))
     row_of_id = {category.id: row for row, category in enumerate(categories)}
     return tuple(categories), row_of_id
+
+
+def _with_follow_ups_joined(problems: list[Problem], file: str) -> list[Problem]:
+    """Return the problems with one line for each class, attribute or predicate that is not defined, however many use it.
+    """
+    uses: dict[str, list[Problem]] = {}
+    for problem in problems:
+        match = _NOT_DEFINED.search(problem.message)
+        if match:
+            uses.setdefault(match[0], []).append(problem)
+    joined = []
+    for problem in problems:
+        match = _NOT_DEFINED.search(problem.message)
+        alike = uses[match[0]] if match else [problem]
+        if len(alike) <= MAX_FOLLOW_UPS:
+            joined.append(problem)
+        elif problem is alike[0]:
+            what = "relations" if match[1] == "predicate" else "annotations"
+            message = f"{match[0]}; {len(alike)} {what} use it, the first in image {problem.image_id}"
+            joined.append(Problem("error", file, None, None, message))
+    return joined
 
 
 def _usable_images(

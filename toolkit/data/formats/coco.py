@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import gc_disabled
-from toolkit.data.annotations import Annotations, Reading, RelationColumns
+from toolkit.data.annotations import Annotations, Reading, RelationColumns, is_id
 from toolkit.data.check_files import find_image_root, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.formats.annotated import (
@@ -79,6 +79,7 @@ def read_coco(
     def make(cache_file: Path) -> DetectionTable:
         with gc_disabled():
             annotations = read_annotations(file, reading.masks)
+            left_out = _without_super_category(annotations, file, siblings)
             checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
         root = image_dir
         base = image_dir or folder or _data_set_of(file)
@@ -97,7 +98,7 @@ def read_coco(
             checked = replace(checked, images=found.images, problems=checked.problems + found.problems)
         max_pixels = reading.max_image_pixels
         good, digests = with_good_files(checked, root, check_images, max_pixels, others, white=reading.white)
-        good.problems[:0] = _notes(file)
+        good.problems[:0] = _notes(file) + left_out
         return write_table(
             **good.columns(),
             cache_file=cache_file,
@@ -267,6 +268,48 @@ def _is_coco(path: Path) -> bool:
     if len(head) == PROBED_BYTES:  # the middle of a large file is not read
         keys += [b'"categories"', b'"info"', b'"licenses"']
     return text.startswith(b"{") and any(key in head + tail for key in keys)
+
+
+def _without_super_category(annotations: Annotations, file: Path, siblings: Sequence[Path]) -> list[Problem]:
+    """Leave out the category that Roboflow adds, and return a note on it.
+
+    It is the super-category of all others, has the super-category "none" itself, and no annotation in any split.
+    """
+    entries = annotations.categories
+    if len(entries) < 2 or not all(isinstance(entry, dict) for entry in entries):
+        return []
+    for number, entry in enumerate(entries):
+        id_ = entry.get("id")
+        name = entry.get("name")
+        if entry.get("supercategory") != "none" or not isinstance(name, str) or not is_id(id_):
+            continue
+        others = entries[:number] + entries[number + 1 :]
+        if not all(other.get("supercategory") == name for other in others):
+            continue
+        if id_ in _annotated_categories(annotations) or any(id_ in _categories_in(path) for path in siblings):
+            return []
+        annotations.categories = others
+        message = f"category {id_} ({name!r}) is the super-category of all others and has no annotation: left out"
+        return [Problem("note", str(file), None, None, message)]
+    return []
+
+
+def _annotated_categories(annotations: Annotations) -> set:
+    used = set(annotations.category_ids.values)
+    odd = (entry.get("category_id") for entry in annotations.odd.values() if isinstance(entry, dict))
+    return used | set(filter(is_id, odd))
+
+
+def _categories_in(file: Path) -> set:
+    """Return the ids of the categories of all annotations of a COCO file; none of a file that cannot be read."""
+    used = set()
+    try:
+        for _, entry in items_of(file, ("annotations",)):
+            if isinstance(entry, dict) and is_id(entry.get("category_id")):
+                used.add(entry["category_id"])
+    except (BadInput, OSError):  # reported when that split is read
+        return set()
+    return used
 
 
 def _notes(file: Path) -> list[Problem]:

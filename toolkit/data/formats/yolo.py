@@ -28,7 +28,7 @@ from toolkit.data.formats.annotated import (
     split_of,
 )
 from toolkit.data.formats.yolo_orphans import about_orphans, orphans_of, pictures_beside
-from toolkit.data.formats.yolo_rows import UNSAID, Rows, is_number, numbers_of
+from toolkit.data.formats.yolo_rows import UNSAID, Rows, fault_of_fractions, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.missing_images import find_missing
 from toolkit.data.table import DetectionTable, Problem
@@ -299,8 +299,9 @@ def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[lis
     watched = [file] if file else []
     for source in sources:
         if source.is_file():
-            files += _listed_images(source, folder, split)
-            watched.append(source)
+            images, searched = _listed_images(source, folder, split)
+            files += images
+            watched += [source, *searched]
             continue
         if not source.is_dir():
             raise BadInput(f"{source}: no such folder, which {file.name} names for {split}")
@@ -312,18 +313,20 @@ def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[lis
     return files, watched, settings
 
 
-def _listed_images(file: Path, folder: Path, split: str) -> list[Path]:
-    """Return the images of a list; those that are not where it says are looked for in the folder of the data set."""
-    images = [_find_listed_image(line, file, folder) for line in darknet.lines_of(file)]
+def _listed_images(file: Path, folder: Path, split: str) -> tuple[list[Path], list[Path]]:
+    """Return (images of a list, folders to watch); images that are not where it says are looked for in the data set."""
+    lines = (line.replace("\\", "/") for line in darknet.lines_of(file))
+    images = [_find_listed_image(line, file, folder) for line in lines]
     rows = []
     for number, path in enumerate(images):
-        name = path.relative_to(folder) if path.is_relative_to(folder) else path.name
+        is_there = path.is_file() and path.is_relative_to(folder)
+        name = path.relative_to(folder) if is_there else Path(*path.parts[-3:])  # not a path of another computer
         rows.append(ImageRow(number, str(name), None, None))
     found = find_missing(rows, folder, folder, may_hold(split))
     for number, row in enumerate(found.images):
         if not images[number].is_file():
             images[number] = found.image_root / row.file_name
-    return images
+    return images, found.watched
 
 
 def _find_listed_image(line: str, file: Path, folder: Path) -> Path:
@@ -353,17 +356,18 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
     files, watched, settings = _image_files(folder, split, sources)
     if not files:
         raise BadInput(f"{folder}: split {split!r} has no images")
-    beside, orphans = ([], []) if alone else _without_pictures(folder, split, files)
-    files += beside
+    beside, orphans = ({}, []) if alone else _without_pictures(folder, split, files)
+    files += sorted(beside)
     root = image_dir or folder
     if image_dir is None and not all(path.is_relative_to(folder) for path in files):
         # Not the paths behind links: the labels of a linked folder of images lie beside the link.
         files = [Path(os.path.abspath(path)) for path in files]
+        beside = {Path(os.path.abspath(path)): label for path, label in beside.items()}
         root = Path(os.path.commonpath([str(path.parent) for path in files]))
     if alone:
         by_image = [[(alone / image.relative_to(root)).with_suffix(".txt")] for image in files]
     else:
-        by_image = [_labels_of(image) for image in files]
+        by_image = [[beside[image]] if image in beside else _labels_of(image) for image in files]
     labels = []
     label_folders = set()  # also where there are no labels yet
     for paths in by_image:
@@ -380,7 +384,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
     names, problems = _class_names(folder, settings, lines)
     problems += about_orphans(orphans, folder)
     if beside:
-        problems.append(Problem("note", str(folder), None, None, _about_found(beside, folder)))
+        problems.append(Problem("note", str(folder), None, None, _about_found(sorted(beside), folder)))
     if not settings:
         problems += _unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
@@ -412,8 +416,9 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
     return listing
 
 
-def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return (pictures beside label files that belong to none of `files`, label files that have no picture at all)."""
+def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[dict[Path, Path], list[Path]]:
+    """Return ({picture: its label file} of label files that belong to none of `files`, label files without a picture).
+    """
     candidates = [_labels_of(image) for image in files]
     used = [next((path for path in paths if path.is_file()), paths[0]) for paths in candidates]
     label_folders = {path.parent for paths in candidates for path in paths}
@@ -422,7 +427,8 @@ def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[
     pictures = pictures_beside(labels, split)
     listed = any(path.is_file() for path in _sources(folder, split, None)[0])  # which pictures are of the split
     orphans = [path for path in labels if path not in pictures]
-    return [] if listed else sorted(set(pictures.values()) - set(files)), orphans
+    found = {picture: label for label, picture in pictures.items() if picture not in files}
+    return {} if listed else found, orphans
 
 
 def _about_found(pictures: Sequence[Path], folder: Path) -> str:
@@ -451,10 +457,14 @@ def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tupl
             faults.append(f"line {number}: class {words[0]} is not defined; there are {len(names)} from 0")
             continue
         box, fault = rows.box_of(numbers)
+        polygon = None if box is None else rows.polygon_of(numbers)
+        outside = "" if box is None else fault_of_fractions(numbers[:4] if polygon is None else polygon, box)
         if box is None:
             faults.append(f"line {number}: {fault}")
+        elif outside:
+            faults.append(f"line {number}: {line.strip()[:80]!r}: {outside}")
         else:
-            parsed.append((names[int(label)], box, rows.polygon_of(numbers)))
+            parsed.append((names[int(label)], box, polygon))
     return parsed, faults
 
 

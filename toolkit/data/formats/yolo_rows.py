@@ -10,6 +10,7 @@ from itertools import chain
 
 UNSAID = object()  # `kpt_shape` if data.yaml does not mention it
 VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
+MAX_FRACTION = 2.0  # a larger number is no slip of a box at the border
 REMEDY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
 ROTATED = (
     "the fifth number of a line is neither a confidence from 0 to 1 nor a track: boxes may be turned by it; expected a "
@@ -197,6 +198,24 @@ def _are_points(numbers: Sequence[float], step: int, box: Sequence[float], visib
         if not (in_columns and in_rows):
             return False
     return bool(labelled)
+
+
+def fault_of_fractions(numbers: Sequence[float], box: Sequence[float]) -> str:
+    """Return why the numbers of a box or a polygon cannot be fractions of the image; "" if they can.
+
+    Numbers slightly beyond the image are possible: such boxes are clipped.
+
+    box: xyxy of the same numbers.
+    """
+    left, top, right, bottom = box
+    is_outside = right <= 0 or bottom <= 0 or left >= 1 or top >= 1
+    largest = max(map(abs, numbers))
+    if largest <= MAX_FRACTION and not is_outside:
+        return ""
+    rule = "YOLO rows are fractions of the image (0 to 1)"
+    if largest > MAX_FRACTION and all(number == 0 or abs(number) >= 1 for number in numbers):
+        return f"{rule}; these look like pixels"
+    return f"{rule}; this box lies outside of it" if is_outside else f"{rule}; {largest:g} is far beyond it"
 
 
 def _may_end_in_track(numbers: Sequence[float]) -> bool:
