@@ -118,6 +118,7 @@ def parse_config(
     _check_keys(parser, kinds, argv, files)
     if type_faults(_null_settings(argv), kinds, "the command line", null_is_not_given=False):
         raise BadInput(type_faults(_given_settings(argv), kinds, "the command line", null_is_not_given=False))
+    _refuse_empty_values(argv)
     made = _parse_groups(parser, kinds, argv, files)
     if "model" in made:
         below = getattr(made["model"], "detector_options", None) or {}  # of a scene graph
@@ -333,6 +334,13 @@ def _null_settings(argv: list[str]) -> dict[str, dict[str, object]]:
         if text.lower() == "null" or text.startswith(("[", "{")) and re.search(r"\bnull\b", text, re.IGNORECASE):
             words.append(f"{flag}={value}")
     return _given_settings(words)
+
+
+def _refuse_empty_values(argv: list[str]) -> None:
+    """Raise BadInput that names every flag with an empty value, which YAML would read as null."""
+    empty = [flag for flag, value in _flags(argv) if value == "" and flag != "--run.notes"]
+    if empty:
+        raise BadInput([f"{flag}: the value is empty. Is a variable of the shell not set?" for flag in empty])
 
 
 def _read_yaml(path: str) -> dict:
