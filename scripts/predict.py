@@ -34,6 +34,7 @@ Exit code 0: all done; 1: some files could not be read, they are listed and the 
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -41,7 +42,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from toolkit.base.distributed import default_device
+from toolkit.base.distributed import default_device, usable_device
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import distinct
 from toolkit.base.imports import trust_files
@@ -73,6 +74,7 @@ from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 def predict(arguments: argparse.Namespace) -> int:
     """Predict on all images, videos and the camera of `arguments`, write the results, and return the exit code: 1 if
     some could not be read, else 0."""
+    arguments.device = usable_device(arguments.device)
     videos = [Path(source).expanduser() for source in arguments.images if Path(source).suffix.lower() in VIDEO_SUFFIXES]
     rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
     names, errors, fetched = find_or_fetch(rest, arguments.out) if rest else ({}, {}, set())
@@ -249,7 +251,17 @@ def prediction_summary(document: dict, out: Path) -> str:
 
 
 def score_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    """Return the value of --score-threshold."""
+    if text == "auto":
+        return text
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not 0 <= score <= 1:
+        hint = f" (did you mean {score / 100:g}?)" if 1 < score <= 100 else ""
+        raise argparse.ArgumentTypeError(f"{shown(text)}: expected a number from 0 to 1, or auto{hint}")
+    return score
 
 
 @exit_on_bad_input

@@ -40,7 +40,8 @@ EDITS = {
          ("data", "path", 5), ("data", "val", [1]), ("data", "format", "kitti"), ("model", "heads", [8]),
          ("data", "scales", "small")],
         ["optim.lr is null; expected a number of at least 0", "score_threshold is NaN; expected a number from 0 to 1",
-         'model.d_model is {"a": 1}; expected a whole number above 0', "data.path is 5; expected text or a list",
+         'model.d_model is {"a": 1}; expected a whole number from 1 to 100,000 or null',
+         "data.path is 5; expected text or a list",
          "val is [1]", "data.format is kitti; expected one of auto, shapes, coco", "model.heads is [8]",
          "data.scales is small; expected a list"]),
 }  # fmt: skip

@@ -158,6 +158,7 @@ def resolve_config(
     _check_keys(words, kinds, argv, files)
     if type_faults(_null_settings(argv), kinds, "the command line", null_is_not_given=False):
         raise BadInput(type_faults(_given_settings(argv), kinds, "the command line", null_is_not_given=False))
+    _refuse_empty_values(argv)
     made = _parse_groups(parser, kinds, argv, files)
     _settle_model(made, argv, files)
     has_flags = any(flag != "--config" for flag in given)
@@ -465,6 +466,13 @@ def _null_settings(argv: list[str]) -> dict[str, dict[str, object]]:
         if text.lower() == "null" or text.startswith(("[", "{")) and re.search(r"\bnull\b", text, re.IGNORECASE):
             words.append(f"{flag}={value}")
     return _given_settings(words)
+
+
+def _refuse_empty_values(argv: list[str]) -> None:
+    """Raise BadInput that names every flag with an empty value, which YAML would read as null."""
+    empty = [flag for flag, value in _flags(argv) if value == "" and flag != "--run.notes"]
+    if empty:
+        raise BadInput([f"{flag}: the value is empty. Is a variable of the shell not set?" for flag in empty])
 
 
 def _read_yaml(path: str) -> dict:

@@ -9,7 +9,16 @@ from typing import Any, Literal
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
-from toolkit.base.number_types import Magnification, Minutes, MovingAverage, ShareOfTile, Threads, Time
+from toolkit.base.number_types import (
+    Decay,
+    FewInt,
+    FewOrNoneInt,
+    Magnification,
+    Minutes,
+    MovingAverage,
+    ShareOfTile,
+    Time,
+)
 
 
 @dataclass
@@ -88,7 +97,7 @@ class RunConfig:
     PyTorch's default, which is TF32 in convolutions only."""
     deterministic: bool = False
     """Use deterministic algorithms; operations that have none are named in one warning."""
-    threads: Threads | None = None
+    threads: FewInt | None = None
     """CPU threads of each process. null: OMP_NUM_THREADS; if `accelerate launch` set that to 1 by itself, the cores are
     divided among the processes instead."""
     hang_minutes: Minutes = 30.0
@@ -141,7 +150,7 @@ class DataConfig:
     streaming: bool = False
     """Read the images of a `datasets` data set directly from its Parquet files, one row group at a time and different
     ones in each process, instead of copying them into the cache first."""
-    workers: NonNegativeInt = 2
+    workers: FewOrNoneInt = 2
     """Number of data loading processes per device."""
     batch_size_per_device: PositiveInt = 16
     """Number of images in a micro-batch on each device."""
@@ -272,7 +281,7 @@ class OptimConfig:
     """Multiply all learning rates by the number of images in an optimizer step, over all processes."""
     lr_multipliers: dict[str, NonNegativeFloat] = field(default_factory=dict)
     """Learning rate factors by prefix of parameter names, such as {head: 10}."""
-    layer_decay: PositiveFloat = 1.0
+    layer_decay: Decay = 1.0
     """Layer-wise learning rate decay of a timm backbone: factor from each layer to the one before it; 1 disables it."""
     bias_lr_factor: PositiveFloat = 1.0
     """Learning rate factor of biases."""
@@ -339,7 +348,7 @@ class ScheduleConfig:
     step_size: PositiveInt | Time = "200 epochs"
     """step: interval between two decays; cyclic: length of one stair; in optimizer steps, or epochs such as "200
     epochs"."""
-    gamma: PositiveFloat = 0.1
+    gamma: Decay = 0.1
     """step, multistep, cyclic, plateau: factor by which the learning rate decays."""
     power: PositiveFloat = 0.9
     """poly: exponent of the polynomial decay."""

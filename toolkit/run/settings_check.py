@@ -130,19 +130,14 @@ def nonfinite_settings(key: str, value: object) -> list[str]:
     return []
 
 
-MAY_BE_EMPTY = ("run.notes", "model.architecture")
-
-
 def not_text(key: str, value: object) -> list[str]:
-    """Return a sentence for every text in the value of the setting `key` that is empty or not valid UTF-8."""
+    """Return a sentence for every text in the value of the setting `key` that is not valid UTF-8."""
     if isinstance(value, dict):
         return [problem for name, item in value.items() for problem in not_text(f"{key}.{name}", item)]
     if isinstance(value, list | tuple):
         return [problem for item in value for problem in not_text(key, item)]
     if not isinstance(value, str | PurePath):
         return []
-    if value == "" and key not in MAY_BE_EMPTY:
-        return [f"{key} is empty; expected text. Is a variable of the shell not set?"]
     written = str(value).encode("utf-8", errors="replace").decode()
     if written == str(value):
         return []

@@ -3,7 +3,6 @@
     python -m toolkit.tools.anchors --annotations bccd/annotations/train.json --image-size 256
 """
 
-import argparse
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,16 +12,13 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.table import DetectionTable
 from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS
 from toolkit.detectors.yolov3.targets import kmeans_anchors, shape_iou
-from toolkit.tools.arguments import add_data_flag
+from toolkit.tools.arguments import Program, add_data_flag, whole_number
 
 
 @exit_on_bad_input
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print anchors for a data set, as YAML for `--model.anchors`, and how well these and the default anchors fit."""
-    command = argparse.ArgumentParser(
-        prog="python -m toolkit.tools.anchors",
-        description=main.__doc__,
-    )
+    command = Program(main.__doc__, prog="python -m toolkit.tools.anchors")
     command.add_argument(
         "--annotations",
         required=True,
@@ -47,23 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_data_flag(
         command,
         "--image-size",
-        type=int,
+        type=whole_number(1),
         nargs="+",
         default=[416],
         help="pixels: SIDE or HEIGHT WIDTH",
     )
     command.add_argument(
         "--per-level",
-        type=int,
+        type=whole_number(1),
         default=3,
         help="anchors of each of the three levels",
     )
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=whole_number(0), default=0)
     options = command.parse_args(arguments)
     reading = {key: getattr(options, key) for key in ("path", "image_dir", "format", "name", "on_error")}
     side = options.image_size[0]
     size_hw = tuple(options.image_size)
-    if len(size_hw) > 2 or min(size_hw) < 1:
+    if len(size_hw) > 2:
         raise BadInput(f"--image-size {' '.join(map(str, size_hw))}: expected SIDE or HEIGHT WIDTH in pixels")
     table = open_dataset(options.annotations, **reading)
     print(

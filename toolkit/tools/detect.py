@@ -22,6 +22,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from toolkit.base.errors import exit_on_bad_input
 from toolkit.base.files import PACKAGE, ROOT
 from toolkit.base.text import did_you_mean
 
@@ -140,6 +141,7 @@ def first_line(script: Path) -> str:
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
+@exit_on_bad_input
 def copy(words: list[str]) -> int:
     """Write a copy of a training script, and of its default configuration with the same name and the ending `.yaml`.
 
@@ -159,7 +161,7 @@ def copy(words: list[str]) -> int:
         )
     script = ROOT / "scripts" / f"{stem}.py"
     target = Path(rest[0]).expanduser()
-    beside = target.with_suffix(".yaml")
+    beside = target.with_name(f"{target.stem}.yaml")
     faults = _faults_of_copy(target, beside)
     if faults:
         print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)

@@ -502,7 +502,8 @@ def _class_names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> 
     if listed:
         return listed, []
     highest = _highest_class(lines, label_folders)
-    note = Problem("note", str(folder), None, None, "no class names (data.yaml, classes.txt or *.names); classes are numbered")
+    unnamed = "no class names (data.yaml, classes.txt or *.names); classes are numbered"
+    note = Problem("note", str(folder), None, None, unnamed)
     return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
 
 

@@ -190,7 +190,8 @@ class MatchedDetector(TransformersDetector):
         )
         try:
             self.model = self.model_class(config)
-        except ValueError as error:  # settings that transformers does not accept together, such as width and heads
+        # Settings that transformers does not accept together, such as width and heads: more heads are a division by 0.
+        except (ValueError, ZeroDivisionError) as error:
             raise BadInput(f"the settings of the model do not fit together: {error}") from error
         self.aux_loss = getattr(options, "aux_loss", False)
         with torch.no_grad():

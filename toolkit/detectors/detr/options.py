@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
 
-from toolkit.base.number_types import Layers
+from toolkit.base.number_types import FewInt, Multiple, WidthInt, WidthOrNoneInt
 from toolkit.models import DetectorOptions
 
 
@@ -13,16 +13,16 @@ from toolkit.models import DetectorOptions
 class TransformerOptions(DetectorOptions):
     """Settings of every member of the DETR family."""
 
-    d_model: PositiveInt | None = 256
+    d_model: WidthInt | None = 256
     """Hidden dimension of the transformer; null: a pretrained model's encoder and decoder have different ones."""
-    heads: PositiveInt | None = 8
+    heads: WidthInt | None = 8
     """Attention heads per transformer layer; null: a pretrained model's encoder and decoder have different numbers."""
-    encoder_layers: Layers = 6
+    encoder_layers: FewInt = 6
     """Number of encoder layers."""
-    ffn_dim: PositiveInt | None = 2048
+    ffn_dim: WidthInt | None = 2048
     """Hidden dimension of the feed-forward layers; null: a pretrained model's encoder and decoder have different
     ones."""
-    num_queries: PositiveInt = 300
+    num_queries: WidthInt = 300
     """Number of object queries, each of which can detect one object per image."""
     dropout: ClosedUnitInterval = 0.0
     """Dropout probability in the transformer."""
@@ -44,7 +44,7 @@ class DecoderOptions(TransformerOptions):
     giou_cost: NonNegativeFloat = 2.0
     """Matching cost weight of the generalised IoU of boxes, in the assignment of queries to objects."""
 
-    decoder_layers: Layers = 6
+    decoder_layers: FewInt = 6
     """Number of decoder layers."""
     aux_loss: bool = True
     """Compute the losses after every decoder layer (auxiliary losses) instead of the last one only."""
@@ -85,7 +85,7 @@ class DetrOptions(ConditionalDetrOptions):
     """DETR."""
 
     architecture: str = "detr"
-    num_queries: PositiveInt = 100
+    num_queries: WidthInt = 100
     class_cost: NonNegativeFloat = 1.0
     eos_coef: NonNegativeFloat = 0.1
     """Weight of the no-object class in the classification loss, relative to 1 for the class of an object."""
@@ -106,9 +106,9 @@ class DeformableDetrOptions(BackboneOptions):
     """Deformable DETR."""
 
     architecture: str = "deformable_detr"
-    ffn_dim: PositiveInt | None = 1024
+    ffn_dim: WidthInt | None = 1024
     dropout: ClosedUnitInterval = 0.1
-    d_model: PositiveInt | None = 256
+    d_model: WidthInt | None = 256
     """Hidden dimension of the transformer, a multiple of 32."""
     box_refine: Literal["none", "iterative", "two_stage"] = "none"
     """Box refinement: none (all decoder layers use the same reference points), iterative (each layer refines the boxes
@@ -124,14 +124,14 @@ class RfDetrOptions(DecoderOptions):
     """Published size: patches, windows and positions of the backbone and number of decoder layers. The publisher trains
     nano with images of 384 pixels, small of 512, medium of 576, large (of 2026) of 704, and base, which it no longer
     recommends, of 560. null: a pretrained model has another one."""
-    heads: PositiveInt | None = 8
+    heads: WidthInt | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
-    encoder_layers: Layers = 11
+    encoder_layers: FewInt = 11
     """Number of layers of the vision transformer backbone; if it is not given, that of the size (base 11, because the
     twelfth lies behind its deepest feature map and is not built; others 12). Other numbers give a map at each quarter.
     """
-    decoder_layers: Layers = 3
+    decoder_layers: FewInt = 3
     """Number of decoder layers; if it is not given, that of the size (nano 2, small 3, medium and large 4, base 3)."""
     masks: bool = False
     """Also predict a mask of each object, at a quarter of the size of the image; the data need masks."""
@@ -146,14 +146,14 @@ class LwDetrOptions(DecoderOptions):
     """Published size: the vision transformer that is the backbone, its feature maps, and the settings of structure that
     are not given. The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another
     backbone."""
-    heads: PositiveInt | None = 8
+    heads: WidthInt | None = 8
     """Attention heads of the decoder's self-attention; its deformable attention has twice as many. null: a pretrained
     model has another ratio."""
-    encoder_layers: Layers = 10
+    encoder_layers: FewInt = 10
     """Number of layers of the vision transformer backbone; if it is not given, that of the size (tiny 6, others 10)."""
-    decoder_layers: Layers = 3
+    decoder_layers: FewInt = 3
     """Number of decoder layers."""
-    num_queries: PositiveInt = 300
+    num_queries: WidthInt = 300
     """Number of object queries, each of which can detect one object per image; if it is not given, that of the size
     (tiny 100, others 300)."""
 
@@ -162,17 +162,17 @@ class LwDetrOptions(DecoderOptions):
 class HybridOptions(TransformerOptions):
     """RT-DETR-v2 and its successors, apart from their backbones."""
 
-    encoder_layers: Layers = 1
+    encoder_layers: FewInt = 1
     """Number of transformer layers in the encoder."""
-    decoder_layers: Layers = 6
+    decoder_layers: FewInt = 6
     """Number of decoder layers, at least 2."""
-    ffn_dim: PositiveInt | None = 1024
-    num_queries: PositiveInt = 300
+    ffn_dim: WidthInt | None = 1024
+    num_queries: WidthInt = 300
     """Number of object queries, each of which can detect one object per image; at most the number of positions in the
     feature maps of an image."""
-    num_denoising: NonNegativeInt = 100
+    num_denoising: WidthOrNoneInt = 100
     """Number of denoising queries in training, made from the annotated objects of an image; 0 disables denoising."""
-    hidden_expansion: PositiveFloat = 1.0
+    hidden_expansion: Multiple = 1.0
     """Width of the encoder's convolution blocks as a fraction of `model.d_model`."""
     varifocal_gamma: NonNegativeFloat = 2.0
     """Focusing exponent of the varifocal classification loss: the larger, the less do wrong classes with a low
@@ -196,7 +196,7 @@ class RTDetrV2Options(HybridOptions):
 class RefinementOptions(HybridOptions):
     """D-FINE and its successors, apart from their backbones."""
 
-    depth_mult: PositiveFloat = 0.34
+    depth_mult: Multiple = 0.34
     """Depth multiplier: number of blocks in the encoder's convolution layers as a fraction of 3."""
     union_matching: bool = True
     """Compute box losses on the union of the matches of all decoder layers, instead of on each layer's own matches."""
@@ -209,8 +209,8 @@ class DFineOptions(RefinementOptions, RTDetrV2Options):
     architecture: str = "d_fine"
     backbone: str | None = "hgnetv2_b0"
     freeze: Literal["paper", "norms", "none"] = "none"
-    decoder_layers: Layers = 3
-    hidden_expansion: PositiveFloat = 0.5
+    decoder_layers: FewInt = 3
+    hidden_expansion: Multiple = 0.5
 
 
 @dataclass
@@ -226,11 +226,11 @@ class Deimv2Options(DFineOptions):
     """Choose queries, embed their positions and predict as DEIMv2's own program does, with whose weights transformers'
     DEIMv2 predicts something else. Files of that program are always used so. transformers has no such DEIMv2, so
     `final/` is then in this toolkit's own format."""
-    d_model: PositiveInt | None = 192
-    ffn_dim: PositiveInt | None = 512
-    decoder_layers: Layers = 4
-    hidden_expansion: PositiveFloat = 0.34
-    depth_mult: PositiveFloat = 0.67
+    d_model: WidthInt | None = 192
+    ffn_dim: WidthInt | None = 512
+    decoder_layers: FewInt = 4
+    hidden_expansion: Multiple = 0.34
+    depth_mult: Multiple = 0.67
     varifocal_gamma: NonNegativeFloat = 1.5
 
 
@@ -242,9 +242,9 @@ class EcdetOptions(RefinementOptions):
     size: Literal["s", "m", "l", "x"] | None = "s"
     """Published size: the vision transformer that is the backbone, and the settings of structure that are not given.
     The publisher trains all sizes with images of 640 pixels. null: a pretrained model has another backbone."""
-    d_model: PositiveInt | None = 192
-    ffn_dim: PositiveInt | None = 512
-    decoder_layers: Layers = 4
-    hidden_expansion: PositiveFloat = 0.34
-    depth_mult: PositiveFloat = 0.67
+    d_model: WidthInt | None = 192
+    ffn_dim: WidthInt | None = 512
+    decoder_layers: FewInt = 4
+    hidden_expansion: Multiple = 0.34
+    depth_mult: Multiple = 0.67
     varifocal_gamma: NonNegativeFloat = 1.5

@@ -278,7 +278,11 @@ class FasterRCNNResNet50V2(FasterRCNN):
 
 def torchvision_settings(options: TwoStageOptions) -> dict:
     """Return the settings of the two stages as keyword arguments of torchvision's `FasterRCNN`, without those that
-    torchvision does not have (`OWN_SETTINGS`)."""
+    torchvision does not have (`OWN_SETTINGS`).
+
+    Raises BadInput for settings that do not fit together.
+    """
+    _check_together(options)
     names = {field.name for field in fields(TwoStageOptions)}
     names -= {field.name for field in fields(DetectorOptions)}
     names -= OWN_SETTINGS
@@ -287,6 +291,21 @@ def torchvision_settings(options: TwoStageOptions) -> dict:
         keyword = TORCHVISION_NAMES.get(name, name)
         settings[keyword] = getattr(options, name)
     return settings
+
+
+def _check_together(options: TwoStageOptions) -> None:
+    problems = []
+    if len(options.bbox_reg_weights) != 4:
+        expected = "expected four numbers, for x, y, width and height"
+        problems.append(f"model.bbox_reg_weights is {options.bbox_reg_weights}; {expected}")
+    for stage in ("rpn", "box"):
+        positive = getattr(options, f"{stage}_fg_iou_thresh")
+        negative = getattr(options, f"{stage}_bg_iou_thresh")
+        if positive < negative:
+            names = f"model.{stage}_fg_iou_thresh is {positive} and model.{stage}_bg_iou_thresh {negative}"
+            problems.append(f"{names}; expected the first to be at least the second")
+    if problems:
+        raise BadInput(problems)
 
 
 def _stride_in_1x1(body: nn.Module, name: str) -> None:
@@ -353,6 +372,13 @@ def _check_options(o: FasterRcnnOptions) -> None:
             f"model.anchor_sizes: {sizes}; expected a list for each of the {len(strides)} strides, or one more, all of "
             "the same length."
         )
+    if not o.aspect_ratios:
+        problems.append("model.aspect_ratios: []; expected at least one.")
+    cells = o.cell_anchors
+    boxes_are_whole = all(len(box) == 4 for level in cells for box in level)
+    if cells and not (boxes_are_whole and len(cells) == len(sizes) and len({len(level) for level in cells}) == 1):
+        expected = f"a list for each of {len(sizes)} levels, all with the same number of [x1, y1, x2, y2]"
+        problems.append(f"model.cell_anchors: {cells}; expected {expected}.")
     if o.masks and o.whole_pixels:
         problems.append("model.masks: masks are not pooled as maskrcnn-benchmark does; leave out model.whole_pixels.")
     if problems:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from toolkit.base.number_types import Layers, LayersOrNone
+from toolkit.base.number_types import FewInt, FewOrNoneInt, WidthInt
 from toolkit.models import DetectorOptions
 
 
@@ -90,7 +90,7 @@ class FasterRcnnOptions(TwoStageOptions):
     """Backbone parts to freeze: paper (stem, first stage and batch norms), norms (batch norms only) or none."""
     strides: list[int] = field(default_factory=lambda: [4, 8, 16, 32])
     """Strides in pixels of the feature pyramid levels that boxes are pooled from, each twice the previous one."""
-    fpn_channels: PositiveInt = 256
+    fpn_channels: WidthInt = 256
     """Number of channels of the feature pyramid."""
     head_norm: Literal["none", "batch", "group", "sync"] = "none"
     """Normalisation layers after the convolutions of the feature pyramid and the box head: none, batch, group or
@@ -100,15 +100,15 @@ class FasterRcnnOptions(TwoStageOptions):
     level that is used for proposals only."""
     aspect_ratios: list[PositiveFloat] = field(default_factory=lambda: [0.5, 1.0, 2.0])
     """Aspect ratios of the anchors, height divided by width."""
-    rpn_convs: Layers = 1
+    rpn_convs: FewInt = 1
     """RPN: number of 3 x 3 convolutions in the head."""
-    box_convs: LayersOrNone = 0
+    box_convs: FewOrNoneInt = 0
     """Box head: number of 3 x 3 convolutions; 0 uses a second linear layer instead."""
-    representation_size: PositiveInt = 1024
+    representation_size: WidthInt = 1024
     """Box head: hidden dimension of the linear layers."""
-    mask_convs: Layers = 4
+    mask_convs: FewInt = 4
     """Mask branch (see `model.masks`): number of 3 x 3 convolutions."""
-    mask_channels: PositiveInt = 256
+    mask_channels: WidthInt = 256
     """Mask branch: number of channels of its convolutions."""
     norm_eps: NonNegativeFloat = 1e-5
     """Epsilon of the backbone's frozen batch norms; 0 in Detectron and maskrcnn-benchmark."""

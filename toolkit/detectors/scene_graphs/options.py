@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from toolkit.base.number_types import MovingAverage
+from toolkit.base.number_types import MovingAverage, WidthInt
 from toolkit.models import DetectorOptions
 
 
@@ -43,14 +43,14 @@ class SceneGraphOptions(DetectorOptions):
     """Parts to freeze: detector, norms (batch norms of the detector and of all that is built on it, and the moving
     prototypes of react_pp), detector_and_norms, or none. A trainable detector learns its feature maps only in predcls.
     null: detector if `model.detector` is given."""
-    map_channels: PositiveInt = 256
+    map_channels: WidthInt = 256
     """Number of channels that 1 x 1 convolutions project the detector's feature maps to before boxes are pooled; a
     Faster R-CNN has its own."""
-    representation_size: PositiveInt = 1024
+    representation_size: WidthInt = 1024
     """Dimension of object and pair features on a detector other than Faster R-CNN, which has its own."""
-    hidden_dim: PositiveInt = 512
+    hidden_dim: WidthInt = 512
     """Hidden dimension of the relation head."""
-    embed_dim: PositiveInt = 200
+    embed_dim: WidthInt = 200
     """Dimension of the class embeddings."""
     word_vectors: str | None = None
     """Text file of word vectors, such as glove.6B.200d.txt, to initialise the class embeddings; null: random

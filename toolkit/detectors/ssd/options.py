@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
 
+from toolkit.base.number_types import WidthInt
 from toolkit.models import DetectorOptions
 
 
@@ -24,7 +25,7 @@ class SsdOptions(DetectorOptions):
     strides: list[int] = field(default_factory=lambda: [16, 32, 64, 128, 256, -1])
     """Strides in pixels of the feature levels: strides of the backbone in increasing order, then levels of twice the
     previous stride; -1 at the end is one level for the whole image."""
-    channels: list[PositiveInt] = field(default_factory=lambda: [512, 256, 256, 128, 128, 64])
+    channels: list[WidthInt] = field(default_factory=lambda: [512, 256, 256, 128, 128, 64])
     """Number of channels that the feature map of each level is projected to."""
     aspect_ratios: list[list[PositiveFloat]] = field(
         default_factory=lambda: [[2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0, 3.0], [2.0]]

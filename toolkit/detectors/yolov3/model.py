@@ -111,6 +111,8 @@ class YOLOv3(Detector):
         self.leaves_unused = features is not None or leaves_stages(self.backbone)
         taps = list(self.backbone.feature_info.channels())[::-1]  # strides 32, 16, 8
         channels = list(o.head_channels or (max(1, width // 2) for width in taps))
+        if len(channels) != 3:
+            raise BadInput(f"model.head_channels is {channels}; expected three numbers, for strides 32, 16 and 8")
         self._head_channels = channels
         outputs = self.anchors.shape[1] * (5 + self.num_classes)
         inputs = [taps[0], taps[1] + channels[1], taps[2] + channels[2]]

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from toolkit.base.number_types import WidthInt
 from toolkit.models import DetectorOptions
 
 # (w, h) in pixels of the network input, deep to shallow; from k-means on COCO at 416 px.
@@ -30,7 +31,7 @@ class Yolov3Options(DetectorOptions):
     leaky_slope: NonNegativeFloat | None = None
     """Negative slope of the leaky ReLUs of a Darknet; null: 0.1, as in YOLO. timm's pretrained weights were trained
     with 0.01, which must be given with them."""
-    head_channels: list[PositiveInt] | None = None
+    head_channels: list[WidthInt] | None = None
     """Channels of the heads at strides 32, 16 and 8; null: half the channels of the backbone's feature maps."""
     anchors: list[list[list[PositiveFloat]]] = field(default_factory=_default_anchors)
     """Anchors as [width, height] in pixels of the network input: three lists, for strides 32, 16 and 8. `python -m
