@@ -48,7 +48,8 @@ def find_missing(
 
     A picture is taken if its path ends with the whole name, or else with the last parts of it; if it has the size in
     the row; if no other row names it; and if it is the only such file. So a picture of another split, or a reduced
-    copy, is not taken for it. Names become relative to a folder that has all pictures; if nothing is found, none changes.
+    copy, is not taken for it. Names become relative to a folder that has all pictures; if nothing is found, none
+    changes.
 
     root: if it is not a single folder, nothing is looked for.
     is_of_split: says by the name of a folder whether pictures of the split can be in it.
