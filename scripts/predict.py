@@ -34,6 +34,7 @@ Exit code 0: all done; 1: some files could not be read, they are listed and the 
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -41,7 +42,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from toolkit.base.distributed import default_device
+from toolkit.base.distributed import default_device, usable_device
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import distinct
 from toolkit.base.imports import trust_files
@@ -72,6 +73,7 @@ from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 def predict(arguments: argparse.Namespace) -> int:
     """Predict on all images, videos and the camera of `arguments`, write the results, and return the exit code: 1 if
     some could not be read, else 0."""
+    arguments.device = usable_device(arguments.device)
     videos = [Path(source).expanduser() for source in arguments.images if Path(source).suffix.lower() in VIDEO_SUFFIXES]
     rest = [source for source in arguments.images if Path(source).expanduser() not in videos]
     names, errors, fetched = find_or_fetch(rest, arguments.out) if rest else ({}, {}, set())
@@ -106,8 +108,8 @@ def predict(arguments: argparse.Namespace) -> int:
     if names or errors:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
         kept = [named[path] for path in names if path not in errors]
-        write_outputs(document, labelled, kept, arguments.format, arguments.out)
-        print(prediction_summary(document, arguments.out))
+        changes = write_outputs(document, labelled, kept, arguments.format, arguments.out)
+        print("\n".join([prediction_summary(document, arguments.out), *changes]))
         for name in WITHOUT_MASKS:
             if name in arguments.format and "masks" in labelled.boxes.extra:
                 print(f"{name} has only the boxes: it cannot hold the masks")
@@ -248,7 +250,17 @@ def prediction_summary(document: dict, out: Path) -> str:
 
 
 def score_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    """Return the value of --score-threshold."""
+    if text == "auto":
+        return text
+    try:
+        score = float(text)
+    except ValueError:
+        score = math.nan
+    if not 0 <= score <= 1:
+        hint = f" (did you mean {score / 100:g}?)" if 2 <= score <= 100 else ""
+        raise argparse.ArgumentTypeError(f"{shown(text)}: expected a number from 0 to 1, or auto{hint}")
+    return score
 
 
 @exit_on_bad_input

@@ -1,6 +1,8 @@
 """What every detector keeps: losses that reach its parameters, their denominators, micro-batches, refused options."""
 
 import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 
@@ -8,11 +10,14 @@ import pytest
 import torch
 import yaml
 from contract import assert_losses_are_divided_as_announced
+from fcos_detector import FCOS
 from small_detectors import FINE, REAL_TIME, SMALL, TINY_RF_DETR, batch_of, build, gradient_of, hub_config, run, wake
 from torch import nn
 
+from toolkit.base import imports
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
+from toolkit.models import DetectorOptions, build_detector, options_class
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import LossWeights, window_denominators
 
@@ -169,3 +174,30 @@ def test_wrong_options_are_named_with_what_would_have_worked(name, options, word
     with pytest.raises(BadInput) as error:
         build(name, **others | options)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+class PlainOptions:
+    width: int = 32
+
+
+class NotDecorated(DetectorOptions):
+    width: int = 32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (PlainOptions, "PlainOptions, is not a subclass of toolkit.models.DetectorOptions"),
+        (dataclass(PlainOptions), "PlainOptions, is not a subclass of toolkit.models.DetectorOptions"),
+        (NotDecorated, "NotDecorated, is not a dataclass"),
+        ({"width": 32}, "is not a subclass of toolkit.models.DetectorOptions"),
+        (None, "None, is not a subclass"),
+    ],
+    ids=["plain class", "dataclass", "without decorator", "dict", "none"],
+)
+def test_options_of_an_own_detector_have_the_base_class(options, words, monkeypatch):
+    monkeypatch.setattr(FCOS, "Options", options)
+    imports.trust_class("fcos_detector:FCOS")
+    for use in (options_class, lambda name: build_detector(name, class_names=["a"])):
+        with pytest.raises(BadInput, match=f"the Options of fcos_detector:FCOS, .*{re.escape(words)}.*DetectorOptions"):
+            use("fcos_detector:FCOS")

@@ -1,7 +1,7 @@
 """Collective operations between processes; they also work in a single process (torch.distributed not initialised).
 
-Every function here except `world`, `leave`, `cpu_is_requested` and `default_device` is a collective: all ranks call it,
-in the same order.
+Every function here except `world`, `leave`, `cpu_is_requested`, `default_device` and `usable_device` is a collective:
+all ranks call it, in the same order.
 """
 
 import os
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit.base.batch import send
 from toolkit.base.errors import BadInput, Preempted, StoppedByGuard
+from toolkit.base.text import shown
 
 Result = TypeVar("Result")
 IMAGES_PER_MESSAGE = 1000  # images whose predictions are sent in one message
@@ -322,6 +323,25 @@ def default_device() -> torch.device:
     if cpu_is_requested():
         return cpu
     return torch.accelerator.current_accelerator(check_available=True) or cpu
+
+
+def usable_device(name: torch.device | str) -> torch.device:
+    """Return the device of this name. Raises BadInput if there is no such device in this machine."""
+    known = "leave it out, or use cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(f"--device {shown(name)}: not a device; {known}, cuda, cuda:1 or mps") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        kind = {"cuda": "NVIDIA GPU", "mps": "GPU of Apple"}.get(device.type, f"{device.type} device")
+        raise BadInput(f"--device {shown(name)}: this machine has no {kind} that PyTorch can use; {known}")
+    count = torch.accelerator.device_count()
+    if device.index is not None and device.index >= count:
+        raise BadInput(f"--device {shown(name)}: this machine has {count} of them, numbered from 0; {known}")
+    return device
 
 
 def _collective_device(device: torch.device) -> torch.device:
