@@ -81,9 +81,10 @@ def main(arguments: list[str] | None = None) -> None:
             raise BadInput(f"--val {options.val}: expected a fraction between 0 and 1, or a fold such as 1/5")
         tables["train"], tables["val"] = hold_out(tables["train"], share)
     for split, table in tables.items():
-        write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
+        without_polygon = write_folder(table, options.target, split, WRITTEN[options.to], link=options.link)
         left_out = sum(problem.severity == "error" for problem in table.problems)
         lost = unsupported_by(table, WRITTEN[options.to])
+        lost += [f"of objects whose mask has no pixel, boxes are written: {without_polygon}"] * bool(without_polygon)
         lost += [f"{left_out} faulty records were left out"] * bool(left_out)
         remarks = f" ({'; '.join(lost)})" if lost else ""
         print(f"{options.target}: {split}, {len(table)} images, {table.described_boxes()}{remarks}")

@@ -109,8 +109,8 @@ def predict(arguments: argparse.Namespace) -> int:
     if names or errors:
         document["errors"] = [{"file_name": str(path), "error": reason} for path, reason in errors.items()]
         kept = [named[path] for path in names if path not in errors]
-        write_outputs(document, labelled, kept, arguments.format, arguments.out)
-        print(prediction_summary(document, arguments.out))
+        changes = write_outputs(document, labelled, kept, arguments.format, arguments.out)
+        print("\n".join([prediction_summary(document, arguments.out), *changes]))
         for name in WITHOUT_MASKS:
             if name in arguments.format and "masks" in labelled.boxes.extra:
                 print(f"{name} has only the boxes: it cannot hold the masks")
@@ -259,7 +259,7 @@ def score_or_auto(text: str) -> float | str:
     except ValueError:
         score = math.nan
     if not 0 <= score <= 1:
-        hint = f" (did you mean {score / 100:g}?)" if 1 < score <= 100 else ""
+        hint = f" (did you mean {score / 100:g}?)" if 2 <= score <= 100 else ""
         raise argparse.ArgumentTypeError(f"{shown(text)}: expected a number from 0 to 1, or auto{hint}")
     return score
 

@@ -29,6 +29,7 @@ from toolkit.base.errors import BadInput, Preempted, exit_on_bad_input
 from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
+from toolkit.base.text import as_cell
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
 from toolkit.run.status import LOCK_FILE
 from toolkit.tools.arguments import Program, whole_number
@@ -184,7 +185,7 @@ def write_trials(study, out: Path, parameters: list[str]) -> None:
             precision = precision_of(out / f"trial_{t.number:05d}")
             precisions.add(precision)
             numbers = [t.number, t.state.name, t.value, len(t.intermediate_values), precision]
-            table.writerow([*numbers, *(t.params.get(name) for name in parameters)])
+            table.writerow([*numbers, *(as_cell(t.params.get(name)) for name in parameters)])
     known = sorted(precisions - {""})
     if len(known) > 1:
         why = "by their machines or backbones, which changes their values too"

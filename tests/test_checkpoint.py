@@ -241,6 +241,12 @@ def edit_manifest(folder: Path, **changes) -> None:
     (folder / "MANIFEST.json").write_text(json.dumps(manifest | changes))
 
 
+def drop_format(folder: Path) -> None:
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["format"]
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
 def plant(folder: Path, name: str, content: bytes | str) -> None:
     """Writes a file with its hash, as somebody would who wants it to be used."""
     (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -274,6 +280,7 @@ BREAKAGES = {
     "foreign manifest": (lambda f: (f / "MANIFEST.json").write_text("[]"), "MANIFEST.json is not what this"),
     "no kind": (lambda f: edit_manifest(f, kind=None), "MANIFEST.json is not what this"),
     "older format": (lambda f: edit_manifest(f, format=1), "another version of this toolkit (format 1; this"),
+    "no format": (drop_format, "another version of this toolkit (it states no format; this"),
     "planted file": (lambda f: (f / "model.pkl").write_bytes(b"x"), "model.pkl is not in the manifest"),
     "outside path": (lambda f: edit_manifest(f, files=OUTSIDE), "no checkpoint holds"),
     "no state": (lambda f: edit_manifest(f, files={}), "the manifest does not list state.json"),

@@ -142,6 +142,11 @@ def test_the_weights_of_a_setting_and_all_its_faults():
     assert len(caught.value.problems) == 3 and "did you mean person?" in str(caught.value)
     with pytest.raises(BadInput, match="all classes have the weight 0"):
         class_weights({"car": 0, "person": 0, "7": 0}, names, [1, 1, 1])
+    for weight in (1e39, 10**400, -1e-9, math.inf, math.nan, True, None):
+        with pytest.raises(BadInput, match="car has the weight .*; expected a number from 0 to 1,000,000$"):
+            class_weights({"car": weight}, names, [1, 1, 1])
+    with pytest.raises(BadInput, match="the weight 0, or nearly so"):
+        class_weights(dict.fromkeys(names, 1e-50), names, [1, 1, 1])
     with pytest.raises(BadInput, match="loss.class_weights is balance; expected balanced"):
         class_weights("balance", names, [1, 1, 1])
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Literal, get_args, get_type_hints
@@ -14,6 +15,7 @@ from contract import (
     assert_resolved_options_build_it_again,
     trained_without_gradient,
 )
+from fcos_detector import FCOS
 from processes import as_launched, run_on_ranks
 from small_detectors import (
     CLASSES,
@@ -32,9 +34,10 @@ from small_detectors import (
 from torch import nn
 
 from toolkit import index
+from toolkit.base import imports
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
-from toolkit.models import options_class
+from toolkit.models import DetectorOptions, build_detector, options_class
 from toolkit.run.processes import prepare
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import LossWeights, window_denominators
@@ -281,3 +284,30 @@ def test_wrong_options_are_named_with_what_would_have_worked(name, options, word
     with pytest.raises(BadInput) as error:
         build(name, **others | options)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+class PlainOptions:
+    width: int = 32
+
+
+class NotDecorated(DetectorOptions):
+    width: int = 32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (PlainOptions, "PlainOptions, is not a subclass of toolkit.models.DetectorOptions"),
+        (dataclass(PlainOptions), "PlainOptions, is not a subclass of toolkit.models.DetectorOptions"),
+        (NotDecorated, "NotDecorated, is not a dataclass"),
+        ({"width": 32}, "is not a subclass of toolkit.models.DetectorOptions"),
+        (None, "None, is not a subclass"),
+    ],
+    ids=["plain class", "dataclass", "without decorator", "dict", "none"],
+)
+def test_options_of_an_own_detector_have_the_base_class(options, words, monkeypatch):
+    monkeypatch.setattr(FCOS, "Options", options)
+    imports.trust_class("fcos_detector:FCOS")
+    for use in (options_class, lambda name: build_detector(name, class_names=["a"])):
+        with pytest.raises(BadInput, match=f"the Options of fcos_detector:FCOS, .*{re.escape(words)}.*DetectorOptions"):
+            use("fcos_detector:FCOS")

@@ -25,12 +25,12 @@ from torch.nn.functional import pad
 
 from scripts import export as script
 from toolkit.base import imports
-from toolkit.base.errors import BadInput
+from toolkit.base.errors import BadInput, as_sentences
 from toolkit.data.table import Category
 from toolkit.models import build_detector
 from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
 from toolkit.tools.export.check import batches_agree, check_against_pytorch, compare_outputs
-from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported, write_onnx
+from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported, write_onnx, write_program
 from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
 from toolkit.tools.export.grid_sampling import grid_sample_by_gather
 from toolkit.tools.export.half import write_half
@@ -224,6 +224,18 @@ def test_same_padding_leaves_no_maximum_in_the_sizes(stride, tmp_path):
         images = images_of(3, *hw)
         for one, other in zip(graph(images), run(images.numpy()), strict=True):
             torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is a full disk is Linux's")
+@pytest.mark.parametrize(("write", "name"), [(write_program, "model.pt2"), (write_onnx, "model.onnx")])
+def test_a_full_disk_is_one_sentence_and_leaves_no_half_file(write, name, tmp_path):
+    """torch's own writer would end the process, and the tests with it."""
+    (tmp_path / name).symlink_to("/dev/full")
+    program = trace(CellsAsBoxes(SamePadded(32), 5).eval(), (96, 128))
+    about = ExportMetadata("cells", CATEGORIES, None, "any", 32, 0.3, 5, "test")
+    with pytest.raises(BadInput, match=f"{name}: No space left on device. What to do: make room"), as_sentences():
+        write(program, tmp_path / name, about)
+    assert not (tmp_path / name).is_symlink()
 
 
 def test_traced_sides_are_multiples_of_the_stride_up_to_the_largest():

@@ -37,6 +37,7 @@ from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
+from toolkit.tools.predict.uncertain import write_uncertain
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.nan_report import load_report
 from toolkit.tools.report.facts import run_facts
@@ -207,6 +208,15 @@ def test_names_in_a_csv_file_are_no_formulas_and_come_back(names, tmp_path):
     table = open_dataset("train", path=tmp_path / "predictions.csv", format="csv", cache_dir=tmp_path / "cache")
     assert table.class_names == names and table.row(0)["file_name"] == "=photo.png"
     assert table.row(0)["objects"]["category"].tolist() == list(range(count))
+
+
+@pytest.mark.parametrize("name", ["=1+1.png", "+x.png", "-x.png", "@x.png", "\t=x.png", "\udcff.png"])
+def test_names_of_files_in_the_list_to_label_next_are_no_formulas(name, tmp_path):
+    write_uncertain({Path(name): (0.5, 0.25)}, tmp_path / "uncertain.csv")
+    with open(tmp_path / "uncertain.csv", newline="", encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    assert row["file"] == ("\ufffd.png" if name == "\udcff.png" else f"'{name}")
+    assert float(row["uncertainty"]) == 0.75
 
 
 def test_names_of_classes_act_on_no_console():

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,8 +21,10 @@ from report_data import found_of
 
 from scripts import predict
 from toolkit.base.boxes import Boxes
+from toolkit.base.distributed import usable_device
 from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix
+from toolkit.base.masks import column_of, rles_of
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import processor_size, val_transform
@@ -409,6 +412,40 @@ def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):
     assert len(errors) == 1 and "cannot be fetched: File not found" in next(iter(errors.values()))
     assert fetched == set(files) - {file}
     assert list(names_of_outputs(files, fetched, ["voc"]).values()) == ["a b.png", "a%20b.png"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:x", "cuda:99", "meta", "xpu:1", "vulkan"])
+def test_a_device_that_is_not_there_is_one_sentence(device, tmp_path):
+    with pytest.raises(BadInput, match=f"--device {device}: .*; leave it out, or use cpu"):
+        open_predictor(tmp_path, device=device)
+    assert usable_device("cpu:0") == usable_device(torch.device("cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("text", ["50", "-0.1", "1.01", "nan", "inf", "x", ""])
+def test_a_score_threshold_is_a_score(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        predict.main(["runs/none", "a.png", "--out", "out", f"--score-threshold={text}"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "expected a number from 0 to 1, or auto" in said
+    assert ("did you mean 0.5?" in said) == (text == "50")
+    assert predict.score_or_auto("auto") == "auto" and predict.score_or_auto("1") == 1.0
+
+
+def test_a_mask_without_a_pixel_loses_no_detection(tmp_path):
+    pixels = torch.zeros(2, 6, 8, dtype=torch.uint8)
+    pixels[1, 1:3, 2:6] = 1
+    masks = column_of(rles_of(pixels))
+    found = Boxes.found([2], [[1, 1, 3, 3], [2, 1, 6, 3]], [0.9, 0.8], [0, 1])
+    labelled = LabelledImages([ImageRow(1, "a.png", 8, 6)], replace(found, extra={"masks": masks}), CATEGORIES)
+    formats = ["json", "jsonl", "coco", "yolo", "voc", "csv"]
+    changes = write_outputs(DOCUMENT, labelled, ["a.png"], formats, tmp_path)
+    assert changes == ["yolo: of detections whose mask has no pixel, the boxes are written: 1"]
+    first, second = (tmp_path / "labels" / "a.txt").read_text().splitlines()
+    assert list(map(float, first.split())) == pytest.approx([0, 2 / 8, 2 / 6, 2 / 8, 2 / 6, 0.9])
+    assert second.startswith("1 ") and second.endswith(" 0.8") and len(second.split()) > 6
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 2
+    assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 3
+    assert (tmp_path / "annotations" / "a.xml").read_text().count("<object>") == 2
 
 
 def test_found_boxes_become_a_data_set_to_train_on(tmp_path):

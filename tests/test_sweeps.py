@@ -140,6 +140,16 @@ def test_the_table_says_the_precision_of_each_trial_and_where_they_differ(tmp_pa
     assert ("trials differ in precision (bf16, no)" in said) == (precisions == ("bf16", "no"))
 
 
+def test_values_in_the_table_are_no_formulas(tmp_path):
+    study = optuna.create_study()
+    trial = study.ask()
+    trial.suggest_categorical("run.tags", ["=1+1"])
+    study.tell(trial, 0.5)
+    (tmp_path / "locks").mkdir()
+    sweep.write_trials(study, tmp_path, ["run.tags"])
+    assert trials(tmp_path)[0][-1] == "'=1+1"
+
+
 def test_a_sweep_whose_trials_all_fail_ends(tmp_path, capsys):
     path = written(tmp_path, parameters={"optim.lr": {"value": 1}, "bonus": {"value": 9}})
     assert sweep.main([str(path), "--out", str(tmp_path / "out"), "--trials", "9"]) == 2

@@ -14,15 +14,17 @@ def polygons_of(shape: Shape, size_hw: Size) -> Polygons:
     return shape or ()
 
 
-def one_ring(rings: Polygons, size_hw: Size) -> np.ndarray:
+def one_ring(rings: Polygons, size_hw: Size) -> np.ndarray | None:
     """Return one polygon (P, 2) for a mask of several, in a picture of this size; its parts are joined by lines that
-    enclose nothing. Polygons that overlap are replaced by the outlines of their pixels.
+    enclose nothing. Polygons that overlap are replaced by the outlines of their pixels. None: there are none.
     """
     if len(rings) == 1:
         return rings[0]
     of_rings = areas([(ring,) for ring in rings], size_hw)
     if of_rings.sum() != areas([rings], size_hw)[0]:
         rings = outlines(bitmap(rings, size_hw))
+    if not rings:
+        return None
     joined = rings[0]
     for ring in rings[1:]:
         joined = _with_hole(joined, ring)

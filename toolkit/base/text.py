@@ -17,6 +17,8 @@ JOINERS = "\u200c\u200d"  # invisible, and part of words and emoji
 RIGHT_TO_LEFT = ("R", "AL", "AN")
 ISOLATE = "\u2068"
 END_ISOLATE = "\u2069"
+# Text that a spreadsheet would compute instead of showing it.
+FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in r"\`*_{}[]<>()#!|$~&:@."})
 
 
@@ -44,6 +46,11 @@ def escaped(text: object, limit: int = 80) -> str:
 def in_utf_8(name: str) -> str:
     """Return a file name as text that can be encoded in UTF-8: bytes of the name that are not UTF-8 become U+FFFD."""
     return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+
+
+def as_cell(value: object) -> object:
+    """Return a value for a cell of a CSV file; an apostrophe before a text that is a `FORMULA` makes it plain text."""
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
 def shown(text: object, limit: int = 80) -> str:

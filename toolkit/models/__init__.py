@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import import_without, importing, may_import
-from toolkit.base.text import did_you_mean, escaped
+from toolkit.base.text import did_you_mean, escaped, shown
 
 if TYPE_CHECKING:
     from toolkit.models.detector import Detector
@@ -70,8 +70,9 @@ def detector_class(architecture: str) -> type["Detector"]:
     """Return the class of a detector, given by a name in `toolkit.index.DETECTORS` or as `module:Class`.
 
     Raises:
-        BadInput: the name, module or class is unknown; the class is not a `Detector`; or its import is not trusted,
-            because only a file names it, see `toolkit.base.imports`.
+        BadInput: the name, module or class is unknown; the class is not a `Detector`, or its `Options` are not a
+            dataclass below `DetectorOptions`; or its import is not trusted, because only a file names it, see
+            `toolkit.base.imports`.
     """
     if architecture in index.DETECTORS:
         with importing():
@@ -101,7 +102,21 @@ def detector_class(architecture: str) -> type["Detector"]:
 
     if not (isinstance(cls, type) and issubclass(cls, Detector)):
         raise BadInput(f"model.architecture: {architecture} is not a subclass of toolkit.models.detector.Detector")
+    _check_options(architecture, cls.Options)
     return cls
+
+
+def _check_options(architecture: str, options: object) -> None:
+    """Raise BadInput if the settings of a detector of a user's own are not a dataclass below `DetectorOptions`."""
+    name = getattr(options, "__name__", shown(options))
+    is_below = isinstance(options, type) and issubclass(options, DetectorOptions)
+    if is_below and ("__dataclass_fields__" in vars(options) or not inspect.get_annotations(options)):
+        return  # without annotations there is nothing to decorate
+    has = "is not a dataclass" if is_below else "is not a subclass of toolkit.models.DetectorOptions"
+    raise BadInput(
+        f"model.architecture: the Options of {architecture}, {name}, {has}; write `@dataclass` and "
+        f"`class {name}(DetectorOptions):`, with `from toolkit.models import DetectorOptions`"
+    )
 
 
 def options_class(architecture: str) -> type[DetectorOptions]:

@@ -528,7 +528,7 @@ def _read_manifest(path: Path) -> dict:
         raise CheckpointError(f"Checkpoint {path}: {reason}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST_FILE} cannot be read ({_first_line(error)}).") from error
-    if isinstance(manifest, dict) and (fault := stale(manifest.get("format", FORMAT_VERSION))):
+    if isinstance(manifest, dict) and (fault := stale(manifest.get("format"))):
         raise CheckpointError(f"Checkpoint {path} {fault}")
     if not well_formed(manifest):
         raise CheckpointError(f"Checkpoint {path}: {MANIFEST_FILE} is not what this toolkit writes.")

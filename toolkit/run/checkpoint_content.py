@@ -190,12 +190,13 @@ def joined_by_part(
 def stale(version: object) -> str:
     """Return the end of a sentence saying that something was written in another format, or "" if it was not.
 
-    version: its format; `FORMAT_VERSION` is the current one.
+    version: its format; `FORMAT_VERSION` is the current one. None: it does not state one.
     """
     if version == FORMAT_VERSION:
         return ""
+    stated = "it states no format" if version is None else f"format {version}"
     return (
-        f"was written by another version of this toolkit (format {version}; this one reads {FORMAT_VERSION}): use it "
+        f"was written by another version of this toolkit ({stated}; this one reads {FORMAT_VERSION}): use it "
         "with that version, whose commit is in environment.json of its run, or train again."
     )
 

@@ -1,12 +1,12 @@
 """Weights of classes in the classification losses, as the setting `loss.class_weights` says."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 from toolkit.base.errors import BadInput
 from toolkit.base.text import did_you_mean, shown
 
 BALANCED = "balanced"
+MAX_WEIGHT = 1e6  # losses of a larger one overflow in float32 or float16
 BETA = 0.999  # of the effective number of objects: beyond about 1 / (1 - BETA) of them, more make little difference
 
 
@@ -18,7 +18,7 @@ def class_weights(setting: str | Mapping, names: Sequence[str], counts: Sequence
         names: the classes in the order of their labels.
         counts: number of objects of each class in the training data.
 
-    Raises BadInput: every entry that is not a class with a finite weight of at least 0, or all weights are 0.
+    Raises BadInput: every entry that is not a class with a weight from 0 to `MAX_WEIGHT`, or all weights are 0.
     """
     if setting == BALANCED:
         return balanced_weights(counts)
@@ -34,15 +34,14 @@ def class_weights(setting: str | Mapping, names: Sequence[str], counts: Sequence
             hint = did_you_mean(name, names, otherwise=listed, written=shown)
             faults.append(f"loss.class_weights: {shown(name)} is not a class of the training data{hint}")
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight) or weight < 0:
-            faults.append(
-                f"loss.class_weights: {shown(name)} has the weight {shown(weight)}; expected a number of at least 0"
-            )
+        if not is_number or not 0 <= weight <= MAX_WEIGHT:
+            expected = f"expected a number from 0 to {MAX_WEIGHT:,.0f}"
+            faults.append(f"loss.class_weights: {shown(name)} has the weight {shown(weight)}; {expected}")
     if faults:
         raise BadInput(faults)
     weights = [float(by_name.get(name, 1.0)) for name in names]
-    if not any(weights):
-        raise BadInput("loss.class_weights: all classes have the weight 0; give one of them a larger one")
+    if max(weights) < 1 / MAX_WEIGHT:
+        raise BadInput("loss.class_weights: all classes have the weight 0, or nearly so; give one of them a larger one")
     return weights
 
 

@@ -20,10 +20,10 @@ from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
 from toolkit.base.masks import Shape
 from toolkit.base.outlines import one_ring, polygons_of
-from toolkit.base.text import in_utf_8
+from toolkit.base.text import as_cell, in_utf_8
 from toolkit.data.annotations import ImageRow
 from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_image_file
-from toolkit.data.formats.csv import FORMULA, HEADERLESS
+from toolkit.data.formats.csv import HEADERLESS
 from toolkit.data.formats.voc import CORNERS
 from toolkit.data.formats.voc_masks import MASK_FOLDER, write_masks
 from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
@@ -42,15 +42,16 @@ LOST_OF_MASKS = {
 CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
 
 
-def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> None:
-    """Write a split of a data set, including its images, to a folder.
+def write_folder(table: DetectionTable, folder: Path, split: str, format: str, *, link: bool = False) -> int:
+    """Write a split of a data set, including its images, to a folder; return the number of masks without a pixel, for
+    which a box was written.
 
     Args:
         split: name of the split.
         format: one of `toolkit.data.formats.FOLDERS`.
         link: make hard links to the image files instead of copies, if the file system supports it.
     """
-    WRITERS[format](table, Path(folder), split, link=link)
+    return WRITERS[format](table, Path(folder), split, link=link) or 0
 
 
 def unsupported_by(table: DetectionTable, format: str) -> list[str]:
@@ -215,34 +216,39 @@ def _add_texts(element: ElementTree.Element, texts: Mapping[str, object]) -> Non
 # ---- YOLO ------------------------------------------------------------------------------------------------------------
 
 
-def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> int:
     """Write `images/<split>/`, `labels/<split>/*.txt` and `data.yaml`; the numbers have every digit they need.
 
     An object with a mask is a polygon instead of a box. Crowd regions, annotated areas, ids, relations and attributes
-    are not written: YOLO cannot hold them.
+    are not written: YOLO cannot hold them. Returns what `write_yolo` returns.
     """
     names = distinct(file_names(table), _label_name)
     copy_images(table, folder / "images" / split, link, names)
-    write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
+    without_polygon = write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
     if table.has_masks:
         entries["kpt_shape"] = None  # polygons: some could be taken for key points
     settings = settings_of(folder)[1] | entries
     (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return without_polygon
 
 
-def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> None:
+def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> int:
     """Write a YOLO text file for each image to a folder, named after `names`; a score, if any, is at the end of a line.
 
-    An object with a mask has a line with one polygon, which ends where it begins. Crowd regions are left out.
+    An object with a mask has a line with one polygon, which ends where it begins. Crowd regions are left out. A mask
+    without a pixel in the image has no polygon: the box is written instead. Returns the number of these.
     """
+    without_polygon = 0
     for name, (image, boxes), shapes in zip(names, labelled.by_image(), labelled.masks_by_image(), strict=True):
         lines = []
         for (label, (x1, y1, x2, y2), score, crowd), shape in zip(boxes, shapes, strict=True):
             centre = (x1 + x2) / 2 / image.width, (y1 + y2) / 2 / image.height
             numbers = *centre, (x2 - x1) / image.width, (y2 - y1) / image.height
             if shape is not None and not crowd:
-                numbers = _yolo_polygon(shape, image)
+                polygon = _yolo_polygon(shape, image)
+                without_polygon += not polygon
+                numbers = polygon or numbers
             if score is not None:
                 numbers = (*numbers, score)
             if not crowd:
@@ -250,16 +256,19 @@ def write_yolo(labelled: LabelledImages, folder: Path, names: Sequence[str]) -> 
         target = folder / f"{without_suffix(name)}.txt"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("".join(lines), encoding="utf-8")
+    return without_polygon
 
 
 def _yolo_polygon(shape: Shape, image: ImageRow) -> list[float]:
-    """Return the corners x, y, x, y, ... of a mask in fractions of the image.
+    """Return the corners x, y, x, y, ... of a mask in fractions of the image; none for a mask without a pixel in it.
 
     The first corner is repeated at the end: without that, the last one could be a confidence and a track.
     """
     size_hw = (image.height, image.width)
     inside = clipped(polygons_of(shape, size_hw), size_hw)  # fractions beyond 1 would be refused
     ring = one_ring(inside, size_hw)
+    if ring is None:
+        return []
     closed = np.concatenate([ring, ring[:1]])
     return (closed / [image.width, image.height]).ravel().tolist()
 
@@ -314,8 +323,7 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
 
 
 def _as_texts(values: Mapping[str, object]) -> dict[str, object]:
-    formulas = {key: f"'{text}" for key, text in values.items() if isinstance(text, str) and FORMULA.match(text)}
-    return {**values, **formulas}
+    return {key: as_cell(value) for key, value in values.items()}
 
 
 # ---- Parquet files of `datasets` -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import FORMULA
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.formats.annotated import (
     SPLIT_NAMES,
@@ -47,8 +48,6 @@ HEADER_NAMES = {
     "ignored": "iscrowd difficult ignore isgroupof".split(),
 }
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # the order of keras-retinanet
-# Text that a spreadsheet would compute instead of showing it. An apostrophe is written before it, to make it text.
-FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 WHOLE_NUMBER = re.compile(r"-?\d+(\.0+)?")
 IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 

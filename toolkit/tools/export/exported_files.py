@@ -4,6 +4,7 @@ A runner is a function from images uint8 (B, 3, H, W) to boxes, scores, labels a
 `toolkit.tools.export.graph.PixelsToBoxes`.
 """
 
+import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -94,7 +95,21 @@ class ExportMetadata:
 
 def write_program(program: torch.export.ExportedProgram, path: Path, about: ExportMetadata) -> None:
     """Write a program of torch.export with its metadata to a `.pt2` file."""
-    torch.export.save(program, path, extra_files={METADATA_KEY: about.to_text()})
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files={METADATA_KEY: about.to_text()})
+    write_whole(path, content.getbuffer())
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Write a file by Python, and remove it again if the disk is full.
+
+    torch's own writer of archives ends the process then (SIGABRT, from the destructor of its stream).
+    """
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path, about: ExportMetadata) -> None:
@@ -110,7 +125,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: ExportM
     optimizer.fold_constants(exported.model)
     optimizer.remove_unused_nodes(exported.model)
     exported.model.metadata_props[METADATA_KEY] = about.to_text()
-    exported.save(str(path), external_data=False)
+    write_whole(path, exported.model_proto.SerializeToString())
 
 
 def write_openvino(
@@ -122,7 +137,7 @@ def write_openvino(
         Everything after the network (decoding, suppression) is never quantised.
 
     Raises:
-        BadInput: a necessary package is not installed.
+        BadInput: a necessary package is not installed, or OpenVINO cannot write the files.
     """
     openvino = import_extra("openvino", "openvino", "OpenVINO files")
     model = openvino.convert_model(onnx)
@@ -139,7 +154,11 @@ def write_openvino(
             preset=mixed,
         )
     model.set_rt_info(about.to_text(), [METADATA_KEY])
-    openvino.save_model(model, path, compress_to_fp16=False)
+    try:
+        openvino.save_model(model, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        reason = _first_line(error)
+        raise BadInput(f"{path}: OpenVINO cannot write it ({reason}); is there room on that disk (`df -h`)?") from error
 
 
 def open_exported(path: Path, trusted: bool = False) -> tuple[Runner, ExportMetadata]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.base.imports import import_extra
+from toolkit.tools.export.exported_files import write_whole
 
 ir = import_extra("onnx_ir", "onnx", "float16 files")
 passes = import_extra("onnx_ir.passes.common", "onnx", "float16 files")
@@ -41,7 +42,7 @@ def write_half(onnx: Path, path: Path) -> None:
                     user.replace_input_with(i, back)
             value.dtype = ir.DataType.FLOAT16
     passes.RemoveUnusedNodesPass()(model)  # and the unused weights in float32
-    ir.save(model, path)
+    write_whole(path, ir.to_proto(model).SerializeToString())
 
 
 def _in_half(graph) -> dict:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from toolkit.base.distributed import usable_device
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names, read_json
 from toolkit.base.imports import TRUST_HELP
@@ -97,14 +98,15 @@ def open_predictor(
             model; or a `.pth` file of a scene graph model of Scene-Graph-Benchmark.
         weights: "model" (raw) or "ema" (averaged), for a run or checkpoint only; None: the weights by which the run
             chose its best checkpoint, which are also those in `final/`.
-        device: device of the detector.
+        device: device of the detector, in this machine.
         settings: settings of prediction by key that replace those of the model, see `with_inference_settings`.
         max_detections: maximum number of detections of an image, over all classes; None: as many as the evaluations of
             the run keep, but at least 300 in predictions that are not evaluated.
 
     Raises:
-        BadInput: the source is none of these, or cannot be loaded.
+        BadInput: the source is none of these, or cannot be loaded; or there is no such device.
     """
+    device = usable_device(device)
     path = Path(source).expanduser()
     kind = kind_of(source)
     if kind == "exported" and weights is not None:

@@ -29,8 +29,8 @@ def write_outputs(
     names: Sequence[str],
     formats: Sequence[str],
     folder: Path,
-) -> None:
-    """Write predictions to a folder in the requested formats.
+) -> list[str]:
+    """Write predictions to a folder in the requested formats; return a sentence for each format that changes some.
 
     Args:
         document: the content of predictions.json, see scripts/predict.py.
@@ -43,6 +43,7 @@ def write_outputs(
             image in graphs/. Boxes in yolo, voc and csv are clipped to their image. Masks are written by json, jsonl
             and coco, and by yolo as a polygon in place of the box, but not by `WITHOUT_MASKS`.
     """
+    changes = []
     folder.mkdir(parents=True, exist_ok=True)
     inside = clip_detections(detections)  # for formats of data sets, whose readers refuse boxes outside the image
     for name in formats:
@@ -57,7 +58,9 @@ def write_outputs(
             write_coco(detections, folder / "results.json")
             write_data_set(detections, folder / "dataset.json")
         elif name == "yolo":
-            write_yolo(inside, folder / "labels", names)
+            without_polygon = write_yolo(inside, folder / "labels", names)
+            if without_polygon:
+                changes.append(f"yolo: of detections whose mask has no pixel, the boxes are written: {without_polygon}")
             (folder / "labels").mkdir(exist_ok=True)
             names_text = "".join(f"{' '.join(category.name.split())}\n" for category in detections.categories)
             (folder / "labels" / "classes.txt").write_text(names_text, encoding="utf-8")
@@ -71,6 +74,7 @@ def write_outputs(
                 path = folder / "graphs" / f"{without_suffix(image)}{GRAPH_SUFFIXES[name]}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomic(path, graph_text(graph, name))
+    return changes
 
 
 def names_of_outputs(files: Mapping[Path, Path], fetched: Set[Path], formats: Sequence[str]) -> dict[Path, str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import as_cell, in_utf_8
 from toolkit.evaluation.predictions import Detections
 from toolkit.tools.doctor.near_duplicates import thumbnail_of
 from toolkit.tools.predict.image_files import predict_files
@@ -105,5 +106,5 @@ def write_uncertain(chosen: Mapping[Path, tuple[float, float]], path: Path) -> N
     """Write the result of `most_uncertain` to a CSV file, with a row for each image: file, uncertainty (the sum of the
     next two), entropy, disagreement."""
     with open(path, "w", newline="", encoding="utf-8") as file:
-        rows = [(image, sum(both), *both) for image, both in chosen.items()]
+        rows = [(as_cell(in_utf_8(str(image))), sum(both), *both) for image, both in chosen.items()]
         csv.writer(file).writerows([("file", "uncertainty", "entropy", "disagreement"), *rows])
