@@ -161,7 +161,7 @@ def copy(words: list[str]) -> int:
         )
     script = ROOT / "scripts" / f"{stem}.py"
     target = Path(rest[0]).expanduser()
-    beside = target.with_name(f"{target.stem}.yaml")
+    beside = target.parent / f"{target.stem}.yaml"
     faults = _faults_of_copy(target, beside)
     if faults:
         print("\n".join(f"error: {fault}" for fault in faults), file=sys.stderr)
