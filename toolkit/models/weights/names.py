@@ -54,7 +54,7 @@ def required(state: Mapping[str, Tensor], name: str, rank: int | None = None) ->
         raise IncompleteWeights(f"lacks {name}")
     tensor = state[name]
     fits = tensor.ndim == rank if rank is not None else tensor.ndim > 0
-    if not fits or not tensor.numel():
+    if not fits or 0 in tensor.shape:
         expected = "one dimension or more" if rank is None else f"{rank} dimension{'s' * (rank > 1)}"
         raise IncompleteWeights(f"has {name} of shape {list(tensor.shape)}; expected {expected}, not empty")
     return tensor
