@@ -24,14 +24,14 @@ class Found:
 
     moved: path of the folder that was given, relative to `image_root`; "" if it is the same.
     problems: a note on each folder in which pictures were found.
-    watched: the folders that were looked through, if a picture was not found.
+    watched: the folders that were looked through, for `digest_of`, if a picture was not found.
     """
 
     images: list[ImageRow]
     image_root: Path | ImageSources
     moved: str = ""
     problems: list[Problem] = field(default_factory=list)
-    watched: list[Path] = field(default_factory=list)
+    watched: list[str] = field(default_factory=list)
 
     def names(self, listed: Iterable[str]) -> set[str]:
         """Return names relative to the folder that was given as names relative to `image_root`."""
@@ -47,8 +47,9 @@ def find_missing(
     """Look below the folder `base` for the pictures that `root` lacks.
 
     A picture is taken if its path ends with the whole name, or else with the last parts of it; if it has the size in
-    the row; if no other row names it; and if it is the only such file. So a picture of another split, or a reduced copy,
-    is not taken for it. Names become relative to a folder that has all pictures; if nothing is found, none changes.
+    the row; if no other row names it; and if it is the only such file. So a picture of another split, or a reduced
+    copy, is not taken for it. Names become relative to a folder that has all pictures; if nothing is found, none
+    changes.
 
     root: if it is not a single folder, nothing is looked for.
     is_of_split: says by the name of a folder whether pictures of the split can be in it.
@@ -69,7 +70,7 @@ def find_missing(
         if path is not None:
             found[row.image_id] = path
             taken.add(os.path.realpath(path))
-    watched = folders if len(found) < len(missing) else []
+    watched = [f"{folder}{os.sep}" for folder in folders] if len(found) < len(missing) else []
     if not found:
         return Found(images, root, watched=watched)
     top = os.path.abspath(root)

@@ -14,6 +14,7 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.data.annotations import Reading
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
+from toolkit.data.formats.look_alikes import about_look_alike
 from toolkit.data.image_sources import open_sources
 from toolkit.data.sixteen_bits import FULL_RANGE
 from toolkit.data.table import DetectionTable
@@ -174,6 +175,9 @@ def _format_of(source: str, name: str | None) -> str:
         return "hub"
     if source.lower().endswith(".json"):
         return "coco"
+    look_alike = about_look_alike(Path(source).expanduser()) if source.lower().endswith((".xml", ".csv")) else ""
+    if look_alike:
+        raise BadInput(f"{source}: {look_alike}")
     hint = "; the bundled data needs format 'shapes'" if source in ("train", "val") else ""
     rule = "a COCO file ends in .json; --data.path takes a folder"
     raise BadInput(f"{source}: cannot tell the format ({rule}){hint}; choose a format from {', '.join(FORMATS[1:])}")
@@ -233,6 +237,9 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     matches = {name: splits for name, splits in matches.items() if splits}
     if not matches and "yolo" in tried and module_of("yolo").labels_alone(path):
         matches = {"yolo": (UNSPLIT,)}
+    look_alike = "" if matches else about_look_alike(path)
+    if look_alike:
+        raise BadInput(f"{path}: {look_alike}")
     if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"

@@ -257,7 +257,9 @@ def _listing(folder: Path, data_sets: list[Path], split: str, reading: Reading) 
     roots, images_of_parts, watched, listed, more = zip(*parts, strict=True)
     root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
     images = list(chain(*images_of_parts))
-    rows = [ImageRow(number, image.file_name, image.width, image.height) for number, image in enumerate(images, start=1)]
+    rows = []
+    for number, image in enumerate(images, start=1):
+        rows.append(ImageRow(number, image.file_name, image.width, image.height))
     found = find_missing(rows, root, image_dir or folder, may_hold(split))
     listing = Listing(
         found.image_root,
