@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
@@ -35,20 +36,29 @@ from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag, whole_number
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
-from toolkit.tools.doctor.training_command import Source, command_for
+from toolkit.tools.doctor.mask_advice import all_have_masks, few_enough
+from toolkit.tools.doctor.training_command import WITH_MASKS, Source, command_for, recipe_for, size_of_recipe, tile_of
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 TRAINING = ("train_detr", "train_faster_rcnn", "train_yolov3", "train_ssd", "train_sgg")
-MAX_LISTED = 50
+MAX_LISTED = 10  # items of a kind; of more, the three largest or first ones stand for all
+EXAMPLES = 3
+MEASURE = re.compile(r" by ([\d.e+-]+) px")  # how large a problem is
 CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
-def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], list[Source]]:
+def open_all(
+    options: argparse.Namespace, say: Callable[[str], None] = print, **other
+) -> tuple[dict[str, DetectionTable], list[Source]]:
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
-    sources that were given."""
+    sources that were given.
+
+    say: called with what is recognised. other: options of `open_dataset` that replace those given.
+    """
     keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds", "white")
     reading = {key: getattr(options, key) for key in keys}
     reading["on_error"] = "drop"
+    reading |= other
     reading["classes_must_exist"] = False  # a split may lack a class; all splits together are checked below
     tables: dict[str, DetectionTable] = {}
     sources = []
@@ -58,9 +68,9 @@ def open_all(options: argparse.Namespace) -> tuple[dict[str, DetectionTable], li
             opened = {source.split or Path(given).stem: open_dataset(given, **reading)}
         else:
             layout = recognise(given, options.format)
-            print(layout)
+            say(str(layout))
             if len(layout.unused) > MAX_UNUSED_NAMED:
-                print(f"all {len(layout.unused)} that are not used: {', '.join(layout.unused)}")
+                say(f"all {len(layout.unused)} that are not used: {', '.join(layout.unused)}")
             source = Source(given, layout.splits)
             names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
             opened = {name: open_dataset(name, path=given, **reading) for name in names}
@@ -82,6 +92,10 @@ def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
             lines += [f"{heading}: {count}", *(line for finding in findings for line in _lines_of(finding)), ""]
     for split, table in tables.items():
         summary = inspection.splits[split]
+        lines.append(
+            f"{table.name}: {len(table)} usable images ({summary.background} without objects), {summary.boxes} "
+            f"boxes, {summary.crowds} crowd regions, {len(table.categories)} classes"
+        )
         if table.class_map:
             lines.append(f"data.classes: {describe_class_map(table.class_map)}")
         width = max(map(len, ["class", *summary.classes]))
@@ -89,28 +103,40 @@ def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
         for category in table.categories:
             counts = summary.classes[category.name]
             lines.append(f"{category.name:{width}}  {category.id!s:>8}  {counts['boxes']:>8}  {counts['images']:>8}")
-        lines.append("")
-        lines.append(
-            f"{table.name}: {len(table)} usable images ({summary.background} without objects), {summary.boxes} "
-            f"boxes, {summary.crowds} crowd regions, {len(table.categories)} classes"
-        )
         if table.predicates:
             lines.append(f"relations: {', '.join(table.predicates)}")
         if table.attributes:
             lines.append(f"attributes: {', '.join(table.attributes)}")
-    return "\n".join(lines)
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")
 
 
 def _lines_of(finding: Finding) -> list[str]:
-    """Return the message of a finding and its items; for faulty records only the items, all of them."""
+    """Return the message of a finding and its items; for records only the items, and one line for many of a kind."""
     if finding.kind == "record":
-        return [f"  {_item(item)}" for item in finding.items]
+        by_kind: dict[str, list[str]] = {}
+        for item, kind in zip(finding.items, finding.kinds, strict=True):
+            by_kind.setdefault(kind, []).append(_item(item))
+        return [line for items in by_kind.values() for line in _lines_of_kind(items)]
     lines = [f"  {finding.message}"]
-    if finding.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes"):
-        lines += [f"    {_item(item)}" for item in finding.items[:MAX_LISTED]]
-        if len(finding.items) > MAX_LISTED:
-            lines.append(f"    and {len(finding.items) - MAX_LISTED} more; --json lists all")
+    if finding.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes", "tiles"):
+        shown = finding.items if len(finding.items) <= MAX_LISTED else finding.items[:EXAMPLES]
+        lines += [f"    {_item(item)}" for item in shown]
+        if len(shown) < len(finding.items):
+            lines.append(f"    and {len(finding.items) - len(shown)} more; --json lists all")
     return lines
+
+
+def _lines_of_kind(items: Sequence[str]) -> list[str]:
+    """Return a line for each problem of one kind; of more than `MAX_LISTED` one line with the largest or first ones."""
+    if len(items) <= MAX_LISTED:
+        return [f"  {item}" for item in items]
+    measures = [MEASURE.search(item) for item in items]
+    if all(measures):
+        sizes = [float(measure[1]) for measure in measures]
+        items = [item for _, item in sorted(zip(sizes, items, strict=True), key=lambda pair: -pair[0])]
+    order = "the largest" if all(measures) else "such as"
+    return [f"  {len(items)} of one kind (--json lists all), {order}: {'; '.join(items[:EXAMPLES])}"]
 
 
 def data_settings(config: str, script: str | None = None):
@@ -156,7 +182,11 @@ def draw_augmented(config: str, script: str | None, table: DetectionTable, file:
 
 
 def training_command(
-    options: argparse.Namespace, sources: list[Source], tables: dict[str, DetectionTable], inspection: Inspection
+    options: argparse.Namespace,
+    sources: list[Source],
+    tables: dict[str, DetectionTable],
+    inspection: Inspection,
+    size_hw: tuple[int, int],
 ) -> str:
     """Return the command that trains on these data with the options given, or a sentence on why there is no such
     command."""
@@ -168,7 +198,18 @@ def training_command(
     reading["crowds"] = None if options.crowds == "ignore" else options.crowds
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     reading["classes"] = written_class_map(options.classes) if options.classes else None
-    return command_for(sources, inspection, reading, options.script, options.masks)
+    return command_for(sources, inspection, reading, options.script, options.masks, tile_of(inspection, size_hw))
+
+
+def objects_have_masks(options: argparse.Namespace, tables: dict[str, DetectionTable]) -> bool:
+    """Return whether all objects have masks that a training could use, though `--masks` was not given."""
+    if options.masks or options.script not in (None, WITH_MASKS) or not few_enough(tables.values()):
+        return False
+    try:
+        masked, _ = open_all(options, lambda text: None, masks=True, check_images=False)
+    except BadInput:  # the format, or the data, have none
+        return False
+    return all_have_masks(list(masked.values()), list(tables.values()))
 
 
 @exit_on_bad_input
@@ -176,15 +217,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if len(options.image_size or []) == 1:
         options.image_size = options.image_size[0]
-    size_hw = pair_hw(options.image_size or 640)
     logging.disable(logging.WARNING)  # the summary of warnings is in the report
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
     options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
     tables, sources = open_all(options)
+    found_masks = objects_have_masks(options, tables)
+    options.masks |= found_masks
+    _, recipe, _ = recipe_for(WITH_MASKS if options.masks else options.script)
+    size_hw = pair_hw(options.image_size or size_of_recipe(recipe))
     decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     inspection = inspect_tables(tables, size_hw, compare=decoded)
+    if found_masks:
+        message = "all objects have masks, which the command below trains too; --masks checks them"
+        inspection.findings.append(Finding("note", "masks", message))
     print(report(tables, inspection))
     first = next(iter(tables.values()))
     if options.anchors:
@@ -204,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.fix:
         log = clean_copy(tables, inspection, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
-    print(f"\n{training_command(options, sources, tables, inspection)}")
+    print(f"\n{training_command(options, sources, tables, inspection, size_hw)}")
     records = any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings)
     return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
 
@@ -232,7 +279,7 @@ def _parser() -> Program:
     parser.add_argument("--masks", action="store_true", help="read and check the masks of objects too")
     crowds = "what boxes marked as crowd regions (iscrowd 1) are, as in training: ignored, or objects like all others"
     add_data_flag(parser, "--crowds", choices=CROWDS, default="ignore", help=crowds)
-    side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: 640, for statistics of box sizes)"
+    side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: that of the settings file in the command)"
     add_data_flag(parser, "--image-size", type=whole_number(1), nargs="+", help=side)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"

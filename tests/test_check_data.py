@@ -122,6 +122,63 @@ def test_tiles_are_advised_where_they_make_tiny_objects_larger(clean, check, tmp
     assert tile_advice("train", many[np.arange(0)], sizes, (640, 640)) is None
 
 
+def coco_folder(folder, boxes, size_wh=(100, 80), masks=False):
+    """A training split of COCO with one image for each list of boxes; masks: triangles in them."""
+    images, annotations = [], []
+    for number, of_image in enumerate(boxes):
+        pixels = np.random.default_rng(number).integers(0, 255, (*size_wh[::-1], 3), np.uint8)
+        (folder / "train").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / "train" / f"{number}.jpg")
+        images.append({"id": number, "file_name": f"{number}.jpg", "width": size_wh[0], "height": size_wh[1]})
+        for x, y, w, h in of_image:
+            one = {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "bbox": [x, y, w, h]}
+            one |= {"area": w * h / 2, "segmentation": [[x, y, x + w, y, x, y + h]]} if masks else {}
+            annotations.append(one)
+    document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "cat"}]}
+    (folder / "train" / "_annotations.coco.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_the_printed_command_has_the_tiles_and_masks_that_pay_at_its_own_size(check, tmp_path, capsys, masks):
+    rng = np.random.default_rng(0)
+    small = [[[*map(float, rng.integers(0, 900, 2)), 12, 12] for _ in range(4)] for _ in range(4)]
+    assert check(coco_folder(tmp_path / "d", small, (1000, 1000), masks), "--check-images", "header") == 0
+    said = capsys.readouterr().out
+    assert "16 of 16 boxes are less than 4 px wide or high at an input size of 256 px" in said
+    command = said.strip().splitlines()[-1]
+    assert ("--model.masks true" in command, "--data.tile 256" in command) == (masks, not masks)
+    assert ("masks are not trained on tiles: leave model.masks out for data.tile 256" in said) == masks
+    assert said.index("usable images") < said.index("class ")
+
+
+def test_masks_that_are_the_boxes_are_not_trained(check, tmp_path, capsys):
+    folder = coco_folder(tmp_path / "d", [[[10, 10, 40, 40]]] * 4, masks=True)
+    square = [[10, 10, 50, 10, 50, 50, 10, 50]]
+    file = folder / "train" / "_annotations.coco.json"
+    document = json.loads(file.read_text())
+    for one in document["annotations"]:
+        one |= {"segmentation": square, "area": 1600}
+    file.write_text(json.dumps(document))
+    check(folder, "--check-images", "header")
+    assert "--model.masks" not in capsys.readouterr().out
+
+
+def test_many_problems_of_a_kind_are_one_line_that_begins_with_the_largest(check, tmp_path, capsys):
+    boxes = [[[70, 10, 30.4 + 9 * (number == 7), 40]] for number in range(20)]
+    folder = coco_folder(tmp_path / "d", boxes)
+    for number in range(1, 20):
+        shutil.copy(folder / "train" / "0.jpg", folder / "train" / f"{number}.jpg")
+    assert check(folder, "--json", tmp_path / "r.json") == 1
+    said = capsys.readouterr().out
+    (line,) = (line for line in said.splitlines() if "exceeds the image" in line)
+    assert line.startswith("  20 of one kind (--json lists all), the largest: 7.jpg (image 7, annotation 8): bbox ")
+    assert line.count("exceeds the image") == 3
+    assert said.count(" = all/") + said.count(" = train/") == 3 and "and 16 more; --json lists all" in said
+    findings = json.loads((tmp_path / "r.json").read_text())["findings"]
+    assert max(len(finding["items"]) for finding in findings if finding["kind"] == "record") == 20
+
+
 def test_planted_faults_are_all_found_and_mended(clean, check, tmp_path):
     folder, train, val = planted(clean, tmp_path / "planted")
     assert check(folder, "--json", tmp_path / "r.json", "--fix", tmp_path / "fixed", "--image-size", 64) == 1

@@ -969,9 +969,140 @@ def test_every_flag_about_data_has_the_name_that_it_has_in_training_too(script, 
 
 def test_folders_of_images_are_given_one_by_one_or_as_settings_have_them(capsys):
     parse = check_data._parser().parse_args
-    for words in (["--image-dir", "a", "--data.image_dir", "b"], ["--data.image_dir", "[a, b]"]):
+    several = (["--image-dir", "a", "--data.image_dir", "b"], ["--data.image_dir", "[a, b]"], ["--image-dir", "a", "b"])
+    for words in several:
         assert parse(["DIR", *words]).image_dir == ["a", "b"]
     assert parse(["DIR"]).image_dir is None
     with pytest.raises(SystemExit):
         parse(["DIR", "--image-dir", "[a, {]"])
     assert "expected a folder, or a list of folders such as [images, more.zip]" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- pictures and labels in other places
+def coco_of(file: Path, names: list[str], categories: list[dict] | None = None) -> None:
+    images = [{"id": i, "file_name": name, "width": 100, "height": 80} for i, name in enumerate(names)]
+    boxes = [{"id": i, "image_id": i, "category_id": 3, "bbox": [40, 32, 20, 16]} for i in range(len(names))]
+    classes = categories or [{"id": 3, "name": "cat"}]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"images": images, "annotations": boxes, "categories": classes}))
+
+
+def xml_of(name: str) -> str:
+    box = "<bndbox><xmin>40</xmin><ymin>32</ymin><xmax>60</xmax><ymax>48</ymax></bndbox>"
+    return f"<annotation><filename>{name}</filename><object><name>cat</name>{box}</object></annotation>"
+
+
+@pytest.mark.parametrize("places", [["train", "train/images"], ["train/images", "train"], ["train/a", "train/b"]])
+@pytest.mark.parametrize("format", ["coco", "voc", "csv"])
+def test_pictures_are_looked_for_in_all_places_of_a_split(tmp_path, format, places):
+    names = ["0.png", "1.png"]
+    for number, (place, name) in enumerate(zip(places, names, strict=True)):
+        picture(tmp_path / place / name, number)
+    picture(tmp_path / "valid" / "1.png", 7)  # another split has files of these names
+    if format == "coco":
+        coco_of(tmp_path / "train" / "_annotations.coco.json", names)
+        (tmp_path / "thumbs").mkdir()
+        Image.new("RGB", (10, 8)).save(tmp_path / "thumbs" / "1.png")
+    elif format == "voc":
+        for name in names:
+            (tmp_path / "train" / f"{name[0]}.xml").write_text(xml_of(name))
+    else:
+        rows = [f"{name},40,32,60,48,cat" for name in names]
+        (tmp_path / "train.csv").write_text("image,x1,y1,x2,y2,label\n" + "\n".join(rows))
+    assert boxes_of(tmp_path) == [[BOX], [BOX]]
+    table = open_dataset("train", path=tmp_path)
+    for index, (place, name) in enumerate(zip(places, names, strict=True)):
+        assert Path(table.image_source(table.row(index))).samefile(tmp_path / place / name)
+    assert any("were found here" in problem.message for problem in table.problems)
+    assert not any(problem.severity == "error" for problem in table.problems)
+
+
+def test_a_picture_of_another_split_is_not_taken_and_one_that_is_added_is_found(tmp_path):
+    for number in range(2):
+        picture(tmp_path / "train" / f"{number}.png", number)
+    picture(tmp_path / "valid" / "0.png", 5)
+    coco_of(tmp_path / "annotations" / "train.json", ["0.png"])
+    coco_of(tmp_path / "annotations" / "val.json", ["0.png", "1.png"])
+    with pytest.raises(BadInput, match=r"1.png \(image 1\): image file not found"):
+        open_dataset("val", path=tmp_path)
+    picture(tmp_path / "valid" / "more" / "1.png", 6)
+    assert open_dataset("val", path=tmp_path).rows["file_name"].to_pylist() == ["0.png", "more/1.png"]
+
+
+def test_the_super_category_that_roboflow_adds_is_left_out_unless_it_has_boxes(tmp_path):
+    added = [{"id": 0, "name": "cats", "supercategory": "none"}, {"id": 3, "name": "cat", "supercategory": "cats"}]
+    picture(tmp_path / "train" / "0.png")
+    coco_of(tmp_path / "train" / "_annotations.coco.json", ["0.png"], added)
+    table = open_dataset("train", path=tmp_path)
+    assert table.class_names == ["cat"]
+    assert "category 0 ('cats') is the super-category of all others" in table.problems[0].message
+    used = [*reversed(added), {"id": 7, "name": "dog", "supercategory": "cat"}]  # not of all others
+    coco_of(tmp_path / "train" / "_annotations.coco.json", ["0.png"], used)
+    assert open_dataset("train", path=tmp_path).class_names == ["cats", "cat", "dog"]
+    with_boxes = [{**added[0], "id": 3}, {**added[1], "id": 4}]
+    coco_of(tmp_path / "train" / "_annotations.coco.json", ["0.png"], with_boxes)
+    assert open_dataset("train", path=tmp_path).class_names == ["cats", "cat"]
+
+
+def test_labels_without_a_picture_are_counted_and_those_with_one_beside_are_read(tmp_path):
+    for number, place in enumerate(("images", "", "more")):
+        picture(tmp_path / "train" / place / f"{number}.png", number)
+    (tmp_path / "train" / "labels").mkdir()
+    for number in range(5):
+        (tmp_path / "train" / "labels" / f"{number}.txt").write_text("0 .5 .5 .2 .2")
+    (tmp_path / "things.names").write_text("car\n")
+    assert boxes_of(tmp_path) == [[BOX]] * 3
+    table = open_dataset("train", path=tmp_path)
+    assert table.class_names == ["car"]
+    told = [problem.message for problem in table.problems]
+    assert told[0] == "2 label files have no picture and are not used: train/labels/3.txt, train/labels/4.txt"
+    assert told[1].startswith("2 pictures with labels that are not in the folder of the others were found: train/1.png")
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_lists_of_darknet(tmp_path, described):
+    for number in range(3):
+        picture(tmp_path / "obj" / "deep" / f"{number}.png", number)
+        (tmp_path / "obj" / "deep" / f"{number}.txt").write_text(f"{number % 2} .5 .5 .2 .2")
+    (tmp_path / "train.txt").write_text("C:\\data\\obj\\0.png\ndata/obj/deep/1.png\n")  # of another computer
+    (tmp_path / "valid.txt").write_text("data/obj/deep/2.png\n")
+    if described:
+        (tmp_path / "my.data").write_text("classes = 2\ntrain = data/train.txt\nvalid = data/valid.txt\nnames = a.list")
+        (tmp_path / "a.list").write_text("cat\ndog\n")
+    assert recognise(tmp_path).splits == ("train", "val")
+    assert boxes_of(tmp_path) == [[BOX]] * 2 and boxes_of(tmp_path, "val") == [[BOX]]
+    names = ["cat", "dog"] if described else ["class 0", "class 1"]
+    assert [open_dataset(split, path=tmp_path).class_names for split in ("train", "val")] == [names] * 2
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ("0 50 50 20 20", "'0 50 50 20 20': YOLO rows are fractions of the image (0 to 1); these look like pixels"),
+    ("0 10 10 50 10 50 50", "these look like pixels"), ("0 .5 .5 .2 20", "20 is far beyond it"),
+    ("0 1.4 1.4 .2 .2", "this box lies outside of it"),
+])  # fmt: skip
+def test_a_yolo_row_in_pixels_is_told_as_it_is_written(tmp_path, row, words):
+    with pytest.raises(BadInput) as error:
+        boxes_of(yolo(tmp_path, {"a": f"0 .95 .5 .2 .2\n{row}"}))
+    (fault,) = error.value.problems[1:]
+    assert fault.startswith("error: images/a.png (image 1): a.txt, line 2: ") or "a.txt, line 2: " in fault
+    assert words in fault
+
+
+OTHER_TOOLS = {
+    "LabelMe": ("a.json", '{"shapes": [], "imagePath": "a.jpg"}'),
+    "VIA": ("via.json", '{"a.jpg1": {"filename": "a.jpg", "regions": []}}'),
+    "CVAT XML": ("annotations.xml", '<?xml version="1.0"?><annotations><image id="0" name="a.jpg"/></annotations>'),
+    "Label Studio": ("project.json", '[{"id": 1, "data": {"image": "a.jpg"}, "annotations": []}]'),
+    "Supervisely": ("ds/ann/a.jpg.json", '{"size": {"height": 2, "width": 3}, "objects": []}'),
+}
+
+
+@pytest.mark.parametrize("tool", OTHER_TOOLS)
+def test_files_of_tools_that_are_not_read_are_named_with_the_way_to_coco(tmp_path, tool):
+    name, text = OTHER_TOOLS[tool]
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadInput, match=f"this looks like {tool} .*, which is not read; convert it to COCO with "):
+        recognise(tmp_path)
+    with pytest.raises(BadInput, match=f"this looks like {tool}, which is not read"):
+        open_dataset(tmp_path / name)

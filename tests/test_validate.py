@@ -1,11 +1,13 @@
 """Every defect is listed at once, in words."""
 
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from documents import DIRTY, box, checked, document, image, write
+from PIL import Image
 
 from toolkit.base.errors import BadInput
 from toolkit.data.check_files import parallel
@@ -252,3 +254,21 @@ def test_images_are_checked_by_a_few_rows_at_a_time(monkeypatch, capsys):
     rows = parallel(lambda row: ahead.append(given[0] - row) or [row], range(10), "checking images")
     assert rows == list(range(10)) and max(ahead) <= 4
     assert capsys.readouterr().err == "checking images: 4 of 10\nchecking images: 8 of 10\n"
+
+
+def test_numbers_are_rounded_and_what_follows_from_an_undefined_class_is_one_line(tmp_path):
+    Image.new("RGB", (100, 80)).save(tmp_path / "a.png")
+    images = [{"id": 1, "file_name": "a.png", "width": 100, "height": 80}]
+    boxes = [{"id": i, "image_id": 1, "category_id": 2 if i else 1, "bbox": [70.2, 10, 30.2, 40.3]} for i in range(12)]
+    categories = [{"id": 1, "name": "cat"}, {"id": 2, "name": ""}]
+    document = {"images": images, "annotations": boxes, "categories": categories}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    table = open_dataset(tmp_path / "a.json", cache_dir=tmp_path / "cache", on_error="drop")
+    told = [problem.message for problem in table.problems]
+    assert told == [
+        "category 2: `name` is ''; expected a name",
+        "bbox [70.2, 10, 30.2, 40.3] exceeds the image of 100 x 80 by 0.4 px; clipped to [70.2, 10, 29.8, 40.3]",
+        "category 2 is not defined; 11 annotations use it, the first in image 1",
+        *told[3:],
+    ]
+    assert len(table.boxes()) == 1

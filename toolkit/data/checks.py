@@ -171,7 +171,7 @@ def _categories(entries: list, file: str, what: str, problems: list[Problem]) ->
 
 
 def _with_follow_ups_joined(problems: list[Problem], file: str) -> list[Problem]:
-    """Return the problems with one line for each undefined class, attribute or predicate, however many use it."""
+    """Return the problems with one line for each undefined class, attribute or predicate that many entries use."""
     uses: dict[str, list[Problem]] = {}
     for problem in problems:
         match = _NOT_DEFINED.search(problem.message)

@@ -347,7 +347,10 @@ def watched_of(root: Path | ImageSources, folders: Iterable[str] = ("",)) -> lis
 
 
 def digest_of(path: str | Path) -> str:
-    """Return a string that changes with the files of a folder, archive, file or storage; "" if it does not exist."""
+    """Return a string that changes with the files of a folder, archive, file or storage; "" if it does not exist.
+
+    That of a path with a separator at its end changes with the names of the folders in it too.
+    """
     if "://" in str(path):
         return _storage(str(path)).digest()
     try:
@@ -355,10 +358,14 @@ def digest_of(path: str | Path) -> str:
         if not stat.S_ISDIR(status.st_mode):
             return " ".join(map(str, _state_of(status)))
         with os.scandir(path) as entries:
-            files = [(entry.name, entry.stat()) for entry in entries if _is_file(entry)]
+            inside = list(entries)
+        files = [(entry.name, entry.stat()) for entry in inside if _is_file(entry)]
     except OSError:
         return ""
-    return _hash_of((name, *_state_of(status)) for name, status in files)
+    folders = []
+    if str(path).endswith(os.sep):
+        folders = [(entry.name,) for entry in inside if not _is_file(entry)]
+    return _hash_of([*((name, *_state_of(status)) for name, status in files), *folders])
 
 
 def _is_file(entry: os.DirEntry) -> bool:

@@ -24,14 +24,14 @@ class Found:
 
     moved: path of the folder that was given, relative to `image_root`; "" if it is the same.
     problems: a note on each folder in which pictures were found.
-    watched: the folders that were looked through, if a picture was not found.
+    watched: the folders that were looked through, for `digest_of`, if a picture was not found.
     """
 
     images: list[ImageRow]
     image_root: Path | ImageSources
     moved: str = ""
     problems: list[Problem] = field(default_factory=list)
-    watched: list[Path] = field(default_factory=list)
+    watched: list[str] = field(default_factory=list)
 
     def names(self, listed: Iterable[str]) -> set[str]:
         """Return names relative to the folder that was given as names relative to `image_root`."""
@@ -70,7 +70,7 @@ def find_missing(
         if path is not None:
             found[row.image_id] = path
             taken.add(os.path.realpath(path))
-    watched = folders if len(found) < len(missing) else []
+    watched = [f"{folder}{os.sep}" for folder in folders] if len(found) < len(missing) else []
     if not found:
         return Found(images, root, watched=watched)
     top = os.path.abspath(root)

@@ -148,20 +148,23 @@ def add_data_flag(parser: argparse.ArgumentParser, name: str, **arguments) -> No
     key = name.removeprefix("--").replace("-", "_")
     if key == "image_dir":
         arguments["action"] = Folders
+        arguments["nargs"] = "+"
     parser.add_argument(name, f"--data.{key}", **arguments)
 
 
 class Folders(argparse.Action):
-    """An argparse action for a flag that may be repeated, whose values are collected in a list of folders.
+    """An argparse action for a flag of several words that may be repeated, collected in a list of folders.
 
-    A value is one folder, or a list of folders as in settings files: `[images, more.zip]`.
+    A word is one folder, or a list of folders as in settings files: `[images, more.zip]`.
     """
 
     def __call__(self, parser, namespace, values, option_string=None):
         """Add the folders in `values` to the list of this flag; end the program with an error if they cannot be parsed.
         """
-        before = getattr(namespace, self.dest) or []
-        setattr(namespace, self.dest, [*before, *self._folders(parser, values, option_string)])
+        folders = list(getattr(namespace, self.dest) or [])
+        for text in values:
+            folders += self._folders(parser, text, option_string)
+        setattr(namespace, self.dest, folders)
 
     @staticmethod
     def _folders(parser, text: str, option: str | None) -> list[str]:

@@ -14,6 +14,7 @@ from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
 from toolkit.data.annotations import CROWDS, Reading
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
+from toolkit.data.formats.look_alikes import about_look_alike
 from toolkit.data.image_sources import open_sources
 from toolkit.data.sixteen_bits import FULL_RANGE
 from toolkit.data.table import DetectionTable
@@ -187,6 +188,9 @@ def _format_of(source: str, name: str | None) -> str:
     path = Path(source).expanduser()
     if not path.exists():
         raise BadInput(f"{source}: no such file or folder{near_names(path)}")
+    look_alike = about_look_alike(path) if path.suffix.lower() in (".xml", ".csv") else ""
+    if look_alike:
+        raise BadInput(f"{source}: {look_alike}")
     rule = "a COCO file ends in .json; --data.path takes a folder, or its data.yaml"
     raise BadInput(f"{source}: cannot tell the format ({rule}); choose a format from {', '.join(FORMATS[1:])}")
 
@@ -245,6 +249,9 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     matches = {name: splits for name, splits in matches.items() if splits}
     if not matches and "yolo" in tried and module_of("yolo").labels_alone(path):
         matches = {"yolo": (UNSPLIT,)}
+    look_alike = "" if matches else about_look_alike(path)
+    if look_alike:
+        raise BadInput(f"{path}: {look_alike}")
     if not matches:
         known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
         known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"

@@ -47,7 +47,7 @@ class Listing:
     image_root: Path | ImageSources
     images: list[ImageRow]
     classes: list[tuple[int, str]]
-    watched: list[Path]
+    watched: list[Path | str]
     listed: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     masks: bool = False

@@ -26,6 +26,7 @@ from toolkit.data.formats.annotated import (
     split_in_name,
 )
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
+from toolkit.data.formats.look_alikes import about_look_alike
 from toolkit.data.image_sources import digest_of, open_sources
 from toolkit.data.missing_images import find_missing, root_or_base
 from toolkit.data.table import DetectionTable, Problem
@@ -91,7 +92,7 @@ def read_coco(
         searched = {}
         if check_images and checked.images:  # the siblings are read only where the images are checked
             found = find_missing(checked.images, root, base, may_hold(_split_of(file)))
-            searched = {str(path): digest_of(path) for path in found.watched}
+            searched = {path: digest_of(path) for path in found.watched}
             root = found.image_root
             others = found.names(chain(*map(listed_names, siblings), checked.listed))
             others.update(row.file_name for row in found.images)
@@ -323,5 +324,8 @@ def _check_lists(lists: dict[str, object], file: str) -> None:
     others = [key for key in (*REQUIRED_LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]
     faults += [f"{file}: `{key}` is a {type(lists[key]).__name__}; expected a list" for key in others]
     faults += [f"{file}: `{key}` is empty" for key in ("images", "categories") if lists.get(key) == []]
+    look_alike = about_look_alike(Path(file)) if faults else ""
+    if look_alike:
+        raise BadInput(f"{file}: {look_alike}")
     if faults:
         raise BadInput(faults)

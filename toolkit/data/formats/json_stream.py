@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
+from toolkit.data.formats.look_alikes import about_look_alike
 
 WINDOW_CHARACTERS = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -34,6 +35,9 @@ def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[
         if text.is_empty():
             raise BadInput(f"{path}: empty file")
         if text.next_sign() != "{":
+            look_alike = about_look_alike(Path(path))
+            if look_alike:
+                raise BadInput(f"{path}: {look_alike}")
             kind = JSON_TYPE_NAMES.get(type(text.value()), "null")
             kind += " (a list is the form of a results file)" if kind == "list" else ""
             raise BadInput(f"{path}: expected an object with `images`, `annotations`, `categories`; found a {kind}")

@@ -313,7 +313,7 @@ def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[lis
     return files, watched, settings
 
 
-def _listed_images(file: Path, folder: Path, split: str) -> tuple[list[Path], list[Path]]:
+def _listed_images(file: Path, folder: Path, split: str) -> tuple[list[Path], list[str]]:
     """Return (images of a list, folders to watch); images that are not where it says are looked for in the data set."""
     lines = (line.replace("\\", "/") for line in darknet.lines_of(file))
     images = [_find_listed_image(line, file, folder) for line in lines]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,8 @@ from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # the shorter side of a small box, at the input size
+# In the sentence of a problem: what is in quotes or brackets, numbers, and names of files.
+NAMES_AND_NUMBERS = re.compile(r"""'[^']*'|"[^"]*"|\[[^\]]*\]|\([^)]*\)|\S*\d\S*|\S+\.\w{2,5}\b""")
 RARE_SHARE = 0.01  # share of all boxes
 
 
@@ -34,12 +37,14 @@ class Finding:
         kind: a short name, such as "small boxes".
         message: a sentence.
         items: every place that the finding is about, as JSON values.
+        kinds: of a finding "record", the kind of each item: its sentence without names and numbers.
     """
 
     severity: str
     kind: str
     message: str
     items: list = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -176,7 +181,7 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
         )
     advice = tile_advice(split, plain, table.sizes_hw(), image_hw)
     if advice:
-        result.findings.append(Finding("note", "tiles", advice))
+        result.findings.append(Finding("note", "tiles", advice, [split]))
     sizes = np.sqrt(sides.prod(axis=1))
     quantiles = np.quantile(sizes, (0.05, 0.25, 0.5, 0.75, 0.95)).round(1).tolist() if len(sizes) else []
     boxes = np.bincount(plain.labels, minlength=classes)
@@ -258,7 +263,8 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     for (where, severity), problems in grouped.items():
         if problems:
             items = [str(problem).split(": ", 1)[1] for problem in problems]
-            yield Finding(severity, "record", f"{where}: {len(items)}", items)
+            kinds = [NAMES_AND_NUMBERS.sub("#", problem.message) for problem in problems]
+            yield Finding(severity, "record", f"{where}: {len(items)}", items, kinds)
 
 
 def _class_findings(tables: Mapping[str, DetectionTable], splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.base.files import ROOT
+from toolkit.base.files import ROOT, parse_yaml
 from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 
+DEFAULT_SIZE_PX = 640  # of images, where a settings file says none
 WITH_MASKS = "train_faster_rcnn"  # the script whose settings files for own data can train masks
 
 
@@ -59,6 +60,7 @@ def command_for(
     reading: Mapping[str, object],
     script: str | None,
     masks: bool = False,
+    tile: int | None = None,
 ) -> str:
     """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
@@ -68,6 +70,7 @@ def command_for(
         reading: further settings of the group `data` by key; None values are left out.
         script: name of the training script; None: the script that suits this machine.
         masks: whether to train masks too.
+        tile: side of the tiles in pixels that pay for the training data; None: none do.
     """
     if masks and script not in (None, WITH_MASKS):
         return f"the settings file of {script} for own data trains boxes alone; that of {WITH_MASKS} trains masks too"
@@ -82,9 +85,14 @@ def command_for(
     settings = choice.settings | {f"data.{key}": str(value) for key, value in reading.items() if value is not None}
     if kinds:
         settings["data.on_error"] = "drop"
+    more = []
     if masks:
         script = WITH_MASKS
         settings["model.masks"] = "true"
+    if tile and masks:
+        more.append(f"tiles would pay, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
+    elif tile and script != "train_sgg":
+        settings["data.tile"] = str(tile)
     program, recipe, why = recipe_for(script)
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():
@@ -95,6 +103,7 @@ def command_for(
         reasons.append(_held_out(settings))
     brackets = f" ({'; '.join(reasons)})" if reasons else ""
     lines = [f"not used by this command: {', '.join(choice.unused)}"] if choice.unused else []
+    lines += more
     return "\n".join([*lines, f"to train on them{brackets}:", shlex.join(words)])
 
 
@@ -156,6 +165,21 @@ def _held_out(settings: Mapping[str, str]) -> str:
 
 def _flag_value(values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+
+
+def size_of_recipe(config: str) -> int | list[int]:
+    """Return the size in pixels to which a settings file for own data resizes images: the shorter side, or both sides.
+    """
+    data = (parse_yaml(Path(config).read_text(encoding="utf-8")) or {}).get("data", {})
+    scales = data.get("scales")
+    return scales[-1] if scales else data.get("image_size", DEFAULT_SIZE_PX)
+
+
+def tile_of(inspection: Inspection, size_hw: tuple[int, int]) -> int | None:
+    """Return the side of the tiles that pay for the training data, by the findings; None if none do."""
+    splits = [split for finding in inspection.findings if finding.kind == "tiles" for split in finding.items]
+    pays = any(split_of(split) not in ("val", "test") for split in splits)
+    return max(size_hw) if pays else None
 
 
 def _name_of_run(sources: Sequence[Source], name: object) -> str:
