@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
@@ -29,7 +30,7 @@ from toolkit.base.errors import BadInput, Preempted, exit_on_bad_input
 from toolkit.base.files import write_json_atomic
 from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
-from toolkit.base.text import as_cell
+from toolkit.base.text import as_cell, in_utf_8
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
 from toolkit.run.status import LOCK_FILE
 from toolkit.tools.arguments import Program, whole_number
@@ -53,7 +54,8 @@ def open_study(optuna: ModuleType, sweep: Sweep, out: Path, seed: int):
     if sweep.min_evaluations is not None:
         pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_min_trials=2)
     with locked(out / "locks" / "study"):  # else two workers that start together would both create the tables
-        storage = optuna.storages.RDBStorage(STORAGE.format(out), engine_kwargs={"connect_args": {"timeout": 100}})
+        address = STORAGE.format(quote(str(out)))  # braces, % and ? have a meaning in it
+        storage = optuna.storages.RDBStorage(address, engine_kwargs={"connect_args": {"timeout": 100}})
         how = {"direction": direction, "pruner": pruner, "sampler": sampler(optuna, sweep, seed)}
         study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True, **how)
         about = {"program": sweep.program, "metric": sweep.metric, "parameters": sorted(sweep.parameters)}
@@ -210,6 +212,9 @@ def run_sweep(arguments: argparse.Namespace) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sweep = read_sweep(arguments.sweep)
     out = arguments.out.expanduser().absolute()
+    written = in_utf_8(str(out))
+    if written != str(out):
+        raise BadInput(f"--out {written}: the name is not UTF-8, and a study's database needs it; give another")
     limit = arguments.trials or sweep.trials
     grid = []
     if sweep.method == "grid":

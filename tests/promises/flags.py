@@ -74,6 +74,7 @@ def cases_of(program: str, base: Mapping[str, Sequence[str]]) -> Iterator[Case]:
         if action.nargs == 0:
             yield Case(name, "a value", "yes", Call(program, (*_argv(base), f"{name}=yes")))
             continue
+        shown = name if action.option_strings else action.metavar or name
         is_cheap = action.choices is not None or action.type not in (None, Path)
         count = action.nargs if isinstance(action.nargs, int) else 1
         for fault, value in FAULTS.items():
@@ -81,7 +82,7 @@ def cases_of(program: str, base: Mapping[str, Sequence[str]]) -> Iterator[Case]:
                 continue
             others = {other: words for other, words in base.items() if other != name}
             words = {**base, name: [value] * count} if value is not None else {**others, name: []}
-            yield Case(name, fault, value, Call(program, _argv(words)), is_cheap)
+            yield Case(shown, fault, value, Call(program, _argv(words)), is_cheap)
 
 
 def _argv(words_by_name: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

@@ -61,7 +61,10 @@ def push(source: str | Path, name: str, *, private: bool = False, licence: str =
         BadInput: the folder does not exist; a token or a connection is missing; or the hub refuses name or token.
     """
     from huggingface_hub import ModelCard
+    from huggingface_hub.utils import validate_repo_id
 
+    with _hub(name):  # before the card is written
+        validate_repo_id(name)
     card = write_run_card(source, licence)
     ModelCard.load(card)  # raises here for a card that the hub would refuse
     with _hub(name) as api:
