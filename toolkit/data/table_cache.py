@@ -19,6 +19,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, near_names, write_json
 from toolkit.base.masks import column_of, to_bytes
 from toolkit.data.annotations import ImageRow, Reading
+from toolkit.data.checks import unsafe_file_name
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
 
@@ -80,10 +81,20 @@ def cached_table(
         table = write(cache_file)
     table.max_image_pixels = reading.max_image_pixels
     table.white = reading.white
-    raise_or_log_errors(table.problems, reading.on_error if len(table) else "raise", name)
+    problems = [_with_path(problem, table.image_root) for problem in table.problems]
+    raise_or_log_errors(problems, reading.on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: {empty}")
     return table
+
+
+def _with_path(problem: Problem, root: Path | ImageSources | None) -> Problem:
+    """Return the problem of an image file with the path of the file in place of its name, which is relative to `root`.
+    """
+    is_of_file = problem.image_id is not None and problem.annotation_id is None
+    if not is_of_file or not isinstance(root, Path) or unsafe_file_name(problem.file):
+        return problem
+    return dataclasses.replace(problem, file=str(root / problem.file))
 
 
 def file_digest(file: Path) -> bytes:

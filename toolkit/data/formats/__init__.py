@@ -73,8 +73,7 @@ def open_dataset(
         raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
     if crowds not in CROWDS:
         raise BadInput(f"data.crowds is {crowds!r}; expected {' or '.join(CROWDS)}")
-    if white is not None and not 0 < white <= FULL_RANGE:
-        raise BadInput(f"data.white is {white}; expected a value of 16-bit pixels, 1 to {FULL_RANGE}")
+    _check_white(white)
     reading = Reading(
         image_dir=image_dir,
         on_error=on_error,
@@ -100,6 +99,11 @@ def open_dataset(
     if classes_must_exist:
         check_class_map(class_map, table.class_names, table.name)
     return with_classes(table, class_map)
+
+
+def _check_white(white: int | None) -> None:
+    if white is not None and not 0 < white <= FULL_RANGE:
+        raise BadInput(f"data.white is {white}; expected a value of 16-bit pixels, 1 to {FULL_RANGE}")
 
 
 def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> DetectionTable:

@@ -10,7 +10,6 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import YamlLoader, folders_below, parse_yaml
-from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats import darknet
@@ -27,7 +26,7 @@ from toolkit.data.formats.annotated import (
     ordered,
     split_of,
 )
-from toolkit.data.formats.yolo_orphans import about_orphans, orphans_of, pictures_beside
+from toolkit.data.formats.yolo_orphans import about_found, about_orphans, orphans_of, pictures_beside
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, fault_of_fractions, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.missing_images import find_missing
@@ -382,9 +381,7 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
 
     lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
     names, problems = _class_names(folder, settings, lines)
-    problems += about_orphans(orphans, folder)
-    if beside:
-        problems.append(Problem("note", str(folder), None, None, _about_found(sorted(beside), folder)))
+    problems += about_orphans(orphans, folder) + about_found(sorted(beside), folder)
     if not settings:
         problems += _unread(folder)
     rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
@@ -407,13 +404,17 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, ma
     watched += [folder / "data.yaml", *_class_files(folder)]  # also those that are made later
     listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems, masks)
     for index, name, xyxy, source, polygon in boxes:
-        image = images[index]
-        segmentation = None
-        if masks and polygon is not None and image.width != UNKNOWN_SIZE:
-            sides = itertools.cycle((image.width, image.height))
-            segmentation = [[share * side for share, side in zip(polygon, sides, strict=False)]]
+        segmentation = _segmentation(polygon, images[index]) if masks else None
         listing.add(index, name, xyxy, source, shares=True, segmentation=segmentation)
     return listing
+
+
+def _segmentation(polygon: Sequence[float] | None, image: ImageRow) -> list[list[float]] | None:
+    """Return a polygon in fractions of an image as COCO's `segmentation`; None if there is none, or no known size."""
+    if polygon is None or image.width == UNKNOWN_SIZE:
+        return None
+    sides = itertools.cycle((image.width, image.height))
+    return [[share * side for share, side in zip(polygon, sides, strict=False)]]
 
 
 def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[dict[Path, Path], list[Path]]:
@@ -427,14 +428,9 @@ def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[
     pictures = pictures_beside(labels, split)
     listed = any(path.is_file() for path in _sources(folder, split, None)[0])  # which pictures are of the split
     orphans = [path for path in labels if path not in pictures]
-    found = {picture: label for label, picture in pictures.items() if picture not in files}
+    known = set(files)
+    found = {picture: label for label, picture in pictures.items() if picture not in known}
     return {} if listed else found, orphans
-
-
-def _about_found(pictures: Sequence[Path], folder: Path) -> str:
-    names = [os.path.relpath(path, folder) for path in pictures]
-    some = ", ".join(map(shown, names[:3])) + ", ..." * (len(names) > 3)
-    return f"{len(names)} pictures with labels that are not in the folder of the others were found: {some}"
 
 
 def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple], list[str]]:

@@ -60,6 +60,16 @@ def about_orphans(labels: Sequence[Path], folder: Path) -> list[Problem]:
     return [Problem("warning", str(folder), None, None, f"{len(names)} {plural} not used: {', '.join(named)}")]
 
 
+def about_found(pictures: Sequence[Path], folder: Path) -> list[Problem]:
+    """Return a note that counts and names the pictures that `pictures_beside` found; none if there are none."""
+    if not pictures:
+        return []
+    names = [shown(os.path.relpath(path, folder)) for path in pictures]
+    some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    message = f"{len(names)} pictures with labels that are not in the folder of the others were found: {some}"
+    return [Problem("note", str(folder), None, None, message)]
+
+
 def _has_rows(path: Path) -> bool:
     """Return whether a text file is empty, as that of a picture without objects, or begins with numbers."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
