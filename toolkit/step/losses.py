@@ -352,7 +352,7 @@ def _check_weights(owners: dict[str, str | None], given: dict, entries: dict, ra
         if not any(_owner(name, [key]) for name in owners):
             unused.append(key)
     if unused:
-        problems.append(f"weights without a loss: {', '.join(unused)}; the model announces: {announced}")
+        problems.append(f"loss.weights has weights without a loss: {', '.join(unused)}; the model announces: {announced}")
     if problems:
         raise BadInput(problems)
 
