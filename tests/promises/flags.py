@@ -85,6 +85,12 @@ def cases_of(program: str, base: Mapping[str, Sequence[str]]) -> Iterator[Case]:
             yield Case(shown, fault, value, Call(program, _argv(words)), is_cheap)
 
 
+def open_ended_cases(program: str, base: Mapping[str, Sequence[str]], name: str) -> Iterator[Case]:
+    """Yield the flag `name`, of a kind that the parser of the program does not list, with each fault."""
+    for fault, value in FAULTS.items():
+        yield Case(name, fault, value, Call(program, _argv({**base, name: [] if value is None else [value]})))
+
+
 def _argv(words_by_name: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return positional arguments, and then the flags with their values."""
     files = [word for name, words in words_by_name.items() if not name.startswith("-") for word in words]

@@ -56,6 +56,7 @@ def training_argv(*settings: str) -> tuple[str, ...]:
         "data/annotations/train.json", "--data.val", VAL, "--data.format", "coco", "--data.image_size", "64",
         "--data.workers", "0", "--data.batch_size_per_device", "2", "--run.log_every", "1", "--run.max_steps", "1",
         "--run.max_minutes", "null", "--eval.batch_size_per_device", "2", "--eval.pictures", "0",
+        "--run.output_dir", "started",
     )  # fmt: skip
     given = dict(zip(settings[::2], settings[1::2], strict=True))
     kept = [word for flag, value in zip(common[::2], common[1::2], strict=True) if flag not in given

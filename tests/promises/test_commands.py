@@ -16,6 +16,7 @@ from flags import (
     Case,
     cases_of,
     model_settings,
+    open_ended_cases,
     script_of,
     shared_settings,
     takes_text,
@@ -90,6 +91,15 @@ def test_values_that_parsers_refuse_are_one_sentence(folder):
 def test_no_argument_of_a_program_ends_in_a_traceback(program, folder):
     cases = list(cases_of(program, BASES[program]))
     check(cases, call_all([case.call for case in cases], folder, replace_what_takes_long))
+
+
+def test_settings_of_prediction_and_expected_metrics_are_checked_by_their_types(folder):
+    flags = {"predict": "--model.nms_threshold", "export": "--model.score_threshold", "evaluate": "--expect.bbox_AP"}
+    cases = [case for program, flag in flags.items() for case in open_ended_cases(program, BASES[program], flag)]
+    cases = [case for case in cases if case.fault in NOT_NUMBERS and case.fault not in ("huge", "beyond float32")]
+    outcomes = call_all([case.call for case in cases], folder, replace_what_takes_long)
+    check(cases, outcomes)
+    assert {outcome.code for outcome in outcomes} == {2}
 
 
 def commands_of_detect() -> list[Case]:
@@ -182,4 +192,7 @@ def test_a_training_refuses_each_setting_in_a_sentence_before_its_first_step(gro
             continue
         call = Call("train_ssd", training_argv(f"--{name}", value))
         cases.append(Case(f"--{name}", fault, value, call))
-    check(cases, call_all([case.call for case in cases], folder, stop_before_the_first_step))
+    good = Call("train_ssd", training_argv())
+    outcomes = call_all([good, *(case.call for case in cases)], folder, stop_before_the_first_step)
+    assert outcomes[0].code == 0, outcomes[0]
+    check(cases, outcomes[1:])

@@ -26,7 +26,7 @@ from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.weights.weight_files import read_tensors
 from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
-from toolkit.run.settings_check import type_faults
+from toolkit.run.settings_check import as_settings, type_faults
 
 MAX_RESIZED_SIDE_PX = 20_000  # pixels that an image may be resized to
 DECODING_FILE = "decoding.json"
@@ -200,9 +200,10 @@ def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
         asked: the new values by key; the key `head_options.effect` means an entry of the setting `head_options`.
 
     Raises:
-        BadInput: a setting is unknown, or training depends on it.
+        BadInput: a setting is unknown, or training depends on it, or its value is of another type.
     """
-    allowed = options_class(model["architecture"]).inference_only
+    kind = options_class(model["architecture"])
+    allowed = kind.inference_only
     wrong = [key for key in asked if key not in allowed]
     if wrong:
         known = f"there are {', '.join(allowed)}" if allowed else "it has none"
@@ -217,7 +218,12 @@ def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
             changed[name] = {**former, entry: value}
         else:
             changed[name] = value
-    return changed
+    names = {key.partition(".")[0] for key in asked}
+    settings = {"model": {name: changed[name] for name in names}}
+    faults = type_faults(settings, {"model": kind}, "the command line", null_is_not_given=False)
+    if faults:
+        raise BadInput(faults)
+    return changed | as_settings(settings, {"model": kind})["model"]
 
 
 def _write_about(folder: Path, categories: Sequence) -> None:

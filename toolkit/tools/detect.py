@@ -152,7 +152,7 @@ def copy(words: list[str]) -> int:
     scripts = [f"train_{name}" for name in detectors()]
     name, *rest = words or [""]
     stem = Path(name).stem
-    if stem not in scripts or len(rest) != 1:
+    if stem not in scripts or len(rest) != 1 or not rest[0]:
         given = "" if stem in scripts else name
         return _refuse(
             "detect copy needs the path of the copy, such as mine.py, after one of",
