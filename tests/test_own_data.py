@@ -21,7 +21,7 @@ from toolkit.detectors.detr.options import RTDetrV2Options
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.models import build_detector
 from toolkit.models.start import check_weights
-from toolkit.run.command_line import parse_config, resolve_config, run_script
+from toolkit.run.command_line import parse_config, resolve, run_script, sources_of
 from toolkit.run.synonyms import ELSEWHERE, SYNONYMS
 from toolkit.tools.shapes import make_shapes
 
@@ -152,7 +152,7 @@ def test_a_misspelt_key_in_a_file_for_another_detector_keeps_its_hint(tmp_path):
         parse_config(Config, ["--config", str(file), "--model.architecture", "detr"])
     for_another, misspelt, _ = error.value.problems
     assert "num_denoising, which detr does not have" in for_another and "num_querys" not in for_another
-    assert misspelt.endswith("no such setting model.num_querys; did you mean num_queries?")
+    assert misspelt.endswith("no such setting model.num_querys; did you mean model.num_queries?")
 
 
 def test_flags_win_over_a_settings_file_that_follows_them():
@@ -184,12 +184,17 @@ OWN_DATA = ["--data.path other", "--data.train a.json --data.val b.json", "--dat
             "--data.format voc", "--data.name someone/pictures", "--data.train folder", "--data.val=b.csv"]  # fmt: skip
 
 
+def resolved(words, default_config=DEFAULT_CONFIG):
+    config, stack = resolve(Config, words, default_config)
+    return config, sources_of(stack)
+
+
 @pytest.mark.parametrize("words", OWN_DATA)
 def test_without_a_settings_file_own_data_get_the_recipe_for_them(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     (tmp_path / "folder").mkdir()
-    config, sources = resolve_config(Config, words.split(), DEFAULT_CONFIG)
+    config, sources = resolved(words.split())
     assert config.run.max_minutes == 20 and config.data.image_size == 256
     assert "/own_data_cpu.yaml (your own data, no GPU; --config chooses " in sources[0]
     assert sources[1:] == ["the command line"]
@@ -197,7 +202,7 @@ def test_without_a_settings_file_own_data_get_the_recipe_for_them(words, tmp_pat
 
 def test_on_a_gpu_that_recipe_starts_from_trained_weights(monkeypatch):
     monkeypatch.setattr("toolkit.base.distributed.default_device", partial(torch.device, "cuda"))
-    config, sources = resolve_config(Config, ["--data.path", "other"], DEFAULT_CONFIG)
+    config, sources = resolved(["--data.path", "other"])
     large = DEFAULT_CONFIG.with_name("own_data.yaml")
     expected = parse_config(Config, ["--config", str(large), "--data.path", "other"])
     assert config == expected and config.model.given == expected.model.given and config.model.pretrained
@@ -207,7 +212,7 @@ def test_on_a_gpu_that_recipe_starts_from_trained_weights(monkeypatch):
 def test_a_copied_script_says_that_its_settings_are_of_the_bundled_shapes(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     copy = shutil.copy(DEFAULT_CONFIG, tmp_path / "mine.yaml")
-    config, sources = resolve_config(Config, ["--data.path", "other"], copy)
+    config, sources = resolved(["--data.path", "other"], copy)
     assert sources[0].startswith(f"{copy} (made for the bundled shapes, not for your data; --config")
     assert config.data.format == "auto"
 
@@ -225,7 +230,7 @@ def test_every_synonym_leads_to_one_setting_that_exists():
 def test_without_own_data_the_settings_are_those_of_the_bundled_shapes(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "val").mkdir()  # a folder of this name does not make it a path
-    config, sources = resolve_config(Config, words.split(), DEFAULT_CONFIG)
+    config, sources = resolved(words.split())
     assert sources == [str(DEFAULT_CONFIG), "the command line"][: 1 + bool(words)]
     assert config.run.max_minutes == 4.75 and config.data.format == "shapes"
 
@@ -233,12 +238,12 @@ def test_without_own_data_the_settings_are_those_of_the_bundled_shapes(words, tm
 def test_another_model_keeps_the_rest_of_the_recipe_and_a_settings_file_is_named_as_given(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     words = ["--data.path", "other", "--model.architecture", "detr"]
-    config, sources = resolve_config(Config, words, DEFAULT_CONFIG)
+    config, sources = resolved(words)
     assert sources[0].endswith("without its groups model and loss") and config.data.format == "auto"
     assert config.run.max_minutes == 20 and config.model.given == {"architecture": "detr"}
     monkeypatch.chdir(ROOT)
     given = ["--config", "configs/detr/shapes.yaml", "--config", "configs/detr/bccd.yaml"]
-    assert resolve_config(Config, given, DEFAULT_CONFIG)[1] == given[1::2]
+    assert resolved(given)[1] == given[1::2]
 
 
 def test_a_file_on_the_command_line_is_recognised_whatever_a_settings_file_says(tmp_path):

@@ -110,7 +110,7 @@ def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
     of_settings, of_training = (set(line.split()) for line in modules)
     assert "leaked" not in done.stderr
     assert int(collector.split()[0]) > 100_000 and collector.endswith("True")  # imports are not walked again and again
-    assert "jsonargparse" in of_settings and not {"torch", "accelerate"} & of_settings  # --help, a mistyped flag
+    assert "yaml" in of_settings and not {"torch", "accelerate"} & of_settings  # --help, a mistyped flag
     needless = {"transformers", "datasets", "pandas", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
     needless |= {"torch._dynamo", "torch.distributed.tensor", "sympy", "triton"}  # the compiler, and sharded weights
     assert "timm" in of_training and not needless & of_training

@@ -13,7 +13,7 @@ from calling import Call, main_of
 
 from toolkit.index import DETECTORS
 from toolkit.models import DetectorOptions, options_class
-from toolkit.run.settings_check import describe_type, field_types
+from toolkit.run.setting_types import describe_type, field_types
 
 # Values that stand where another one is meant, by what is wrong with them; None: there is no value.
 FAULTS = {

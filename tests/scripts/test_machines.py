@@ -18,7 +18,7 @@ from toolkit.base.distributed import default_device
 WITHOUT = """
 import os, runpy, signal, sys
 import accelerate.tracking, datasets, filelock, multiprocessing.popen_fork, timm, torch, torchvision, transformers
-import torch.distributed.run, torch.utils.data, yaml, jsonargparse, psutil, torch._dynamo, scipy.optimize
+import torch.distributed.run, torch.utils.data, yaml, psutil, torch._dynamo, scipy.optimize
 for name in ("resource", "fcntl", "pwd", "grp", "termios"):
     sys.modules[name] = None
 for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "sigwaitinfo", "setitimer"):

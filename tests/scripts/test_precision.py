@@ -43,7 +43,8 @@ def test_the_choice_is_a_rule_recorded_and_kept(server, script, settings, tmp_pa
     (first.folder / "config.yaml").write_text(yaml.safe_dump(config))
     more = ["--run.precision", "auto", "--run.name", "auto", "--run.max_steps", 3, "--run.resume_schedule", "new"]
     resumed = server.run(script, [*args, *map(str, more)]).ok()
-    assert f"precision: {other} (the run so far)" in resumed.text and "run.precision auto" not in resumed.text
+    shown = {"no": "float32", "bf16": "bf16"}[other]
+    assert f"precision: {shown} (the run so far)" in resumed.text and "run.precision auto" not in resumed.text
     assert yaml.safe_load((first.folder / "config_2.yaml").read_text())["run"]["precision"] == other
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -156,6 +157,12 @@ class YamlLoader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             problem = f"this cannot be read as {kind} ({str(error)[:80]})"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+
+# As in YAML 1.2 and JSON, 1e-3 is a number; PyYAML asks for the dot of 1.0e-3.
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def parse_yaml(text: str, loader: type[YamlLoader] = YamlLoader):

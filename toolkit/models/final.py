@@ -26,7 +26,8 @@ from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
 from toolkit.models.weights.weight_files import read_tensors
 from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
-from toolkit.run.settings_check import as_settings, type_faults
+from toolkit.run.layers import COMMAND_LINE, layer_of, nested
+from toolkit.run.settings_check import check_values
 
 MAX_RESIZED_SIDE_PX = 20_000  # pixels that an image may be resized to
 DECODING_FILE = "decoding.json"
@@ -119,7 +120,7 @@ def load_detector_folder(
         options = with_inference_settings(config["model"], settings)
         size = checked_size(config["processor_size"])
         kinds = {"model": options_class(options["architecture"])}
-        faults = type_faults({"model": config["model"]}, kinds, str(folder / "config.json"))
+        faults = check_values(layer_of(str(folder / "config.json"), {"model": config["model"]}), kinds)
         if faults:
             raise BadInput(faults)
         detector = build_detector(**options, class_names=[category.name for category in categories])
@@ -219,11 +220,11 @@ def with_inference_settings(model: Mapping, asked: Mapping[str, Any]) -> dict:
         else:
             changed[name] = value
     names = {key.partition(".")[0] for key in asked}
-    settings = {"model": {name: changed[name] for name in names}}
-    faults = type_faults(settings, {"model": kind}, "the command line", null_is_not_given=False)
+    layer = layer_of(COMMAND_LINE, {"model": {name: changed[name] for name in names}})
+    faults = check_values(layer, {"model": kind})
     if faults:
         raise BadInput(faults)
-    return changed | as_settings(settings, {"model": kind})["model"]
+    return changed | nested(layer.values).get("model", {})
 
 
 def _write_about(folder: Path, categories: Sequence) -> None:

@@ -28,7 +28,7 @@ from toolkit.run.status import FolderLock, holds_a_run, now
 STAGING = ".tmp-start"
 ERRORS_FILE = "errors.log"
 PACKAGES = (
-    "torch torchvision accelerate transformers timm datasets wandb pycocotools jsonargparse safetensors scipy numpy "
+    "torch torchvision accelerate transformers timm datasets wandb pycocotools safetensors scipy numpy "
     "tensorboard"
 ).split()
 

@@ -10,8 +10,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import ROOT
-from toolkit.run.settings_check import describe_type, field_types, nearest_or_all
+from toolkit.base.text import did_you_mean
+from toolkit.run.layers import Stack
+from toolkit.run.setting_types import describe_type, field_types
 
 # The settings on the first screen, which everybody sets first, by heading and each with one sentence: the dataclass has
 # the whole text. Those that the chosen detector does not have are left out.
@@ -94,42 +96,23 @@ class Group:
     settings: list[Setting]
 
 
-def help_topics(argv: Sequence[str]) -> list[str] | None:
-    """Return the words after `--help` or `-h`, up to the next flag; None if neither is among the arguments."""
-    for number, word in enumerate(argv):
-        flag, _, topic = word.partition("=")
-        if flag in ("--help", "-h"):
-            topics = [topic] if topic else []
-            for following in argv[number + 1 :]:
-                if following.startswith("-"):
-                    break
-                topics.append(following)
-            return topics
-    return None
-
-
-def collect_groups(
-    groups: Sequence[tuple[str, type, Callable]], layers: Iterable[Mapping[str, Mapping]]
-) -> list[Group]:
+def collect_groups(groups: Mapping[str, Any], stack: Stack) -> list[Group]:
     """Return the groups with their settings and the values that apply.
 
     Args:
-        groups: name, dataclass and default factory of each group.
-        layers: values by group and key, such as those of settings files, which override the defaults; a later layer
-            overrides an earlier one.
+        groups: the dataclass object of each group, with the defaults.
+        stack: what overrides the defaults.
     """
-    layers = list(layers)
+    given = stack.values()
     made = []
-    for name, kind, default_factory in groups:
-        values = dict(vars(default_factory()))
-        for layer in layers:
-            values |= layer.get(name, {})
-        kinds = field_types(kind)
+    for name, group in groups.items():
+        kind = type(group)
         texts = field_texts(kind)
-        settings = [
-            Setting(f"{name}.{field.name}", kinds[field.name], values.get(field.name), texts.get(field.name, ""))
-            for field in fields(kind)
-        ]
+        settings = []
+        for key, hint in field_types(kind).items():
+            full_name = f"{name}.{key}"
+            value = given.get(full_name, getattr(group, key))
+            settings.append(Setting(full_name, hint, value, texts.get(key, "")))
         about = " ".join((kind.__doc__ or "").split())
         made.append(Group(name, about, settings))
     return made
@@ -212,7 +195,7 @@ def _choose_groups(groups: Sequence[Group], topics: Sequence[str]) -> list[Group
         names = [group.name for group in groups]
         keys = [setting.name for group in groups for setting in group.settings]
         short = [key.partition(".")[2] for key in keys]
-        hint = nearest_or_all(unknown[0], [*names, *keys, *short])
+        hint = did_you_mean(unknown[0], [*names, *keys, *short])
         problem = f"--help {unknown[0]}: no such group or setting{hint}"
         raise BadInput([problem, f"The groups are {', '.join(names)}. {EVERY_SETTING}"])
     return chosen

@@ -6,16 +6,19 @@ Every default is in one of these dataclasses or in the `Config` of a script; a Y
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.number_types import (
+    ClosedUnitInterval,
     Decay,
     FewInt,
     FewOrNoneInt,
     Magnification,
     Minutes,
     MovingAverage,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     ShareOfTile,
     Time,
 )

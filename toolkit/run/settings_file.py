@@ -13,6 +13,8 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import ROOT, read_json, read_json_object, read_yaml, write_text_atomic
+from toolkit.run.layers import layer_of, nested
+from toolkit.run.setting_types import format_value
 from toolkit.run.settings import (
     DataConfig,
     HubConfig,
@@ -22,7 +24,7 @@ from toolkit.run.settings import (
     SceneGraphEvalConfig,
     ScheduleConfig,
 )
-from toolkit.run.settings_check import as_settings, format_value, key_faults, type_faults
+from toolkit.run.settings_check import check, check_values
 
 CONFIG_FILE = "config.yaml"
 _CONFIG_NAME = re.compile(r"config(?:_(\d+))?\.yaml")
@@ -142,7 +144,8 @@ def load_config_dict(path: Path, options_of: OptionsOf, needed: Iterable[str] = 
         if "source_config" in stored["options"] and "given" in stored:
             kept = {"architecture", *stored["given"], *ABOUT_STARTING}
             given = {key: value for key, value in given.items() if key in kept}
-        problems = type_faults({"model": stored["options"]}, _group_dataclasses({}, options_of, groups), str(source))
+        kinds = _group_dataclasses({}, options_of, groups)
+        problems = check_values(layer_of(str(source), {"model": stored["options"]}), kinds)
         if problems:
             raise BadInput(problems)
         groups["model"] = {**stored["options"], **given}
@@ -158,7 +161,7 @@ def checked_settings(
         path: the settings file.
         kinds: the dataclasses of the groups except `model`.
         options_of, needed: see `load_config_dict`.
-        strict: see `key_faults`.
+        strict: see `check`.
 
     Raises:
         BadInput: the file is missing, unreadable or not a mapping; or the run was made by another version of this
@@ -189,10 +192,13 @@ def checked_settings(
             raise BadInput(faults) from error
         problems += faults
     looked_at = {name: entries for name, entries in groups.items() if name != "model" or "model" in kinds}
-    problems += key_faults(looked_at, kinds, where, strict) + type_faults(looked_at, kinds, where)
+    layer = layer_of(where, looked_at)
+    problems += check(layer, kinds, strict)
     if problems:
         raise BadInput([*problems, _REMEDY])
-    return as_settings(groups, kinds)
+    checked = nested(layer.values)
+    made = {name: checked.get(name, {}) for name, entries in looked_at.items() if isinstance(entries, dict)}
+    return {**groups, **made}
 
 
 _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were."

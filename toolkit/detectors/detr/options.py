@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
-
-from toolkit.base.number_types import FewInt, Multiple, WidthInt, WidthOrNoneInt
+from toolkit.base.number_types import (
+    ClosedUnitInterval,
+    FewInt,
+    Multiple,
+    NonNegativeFloat,
+    PositiveFloat,
+    WidthInt,
+    WidthOrNoneInt,
+)
 from toolkit.models import DetectorOptions
 
 

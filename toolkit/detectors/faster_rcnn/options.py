@@ -3,9 +3,15 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
-
-from toolkit.base.number_types import FewInt, FewOrNoneInt, WidthInt
+from toolkit.base.number_types import (
+    ClosedUnitInterval,
+    FewInt,
+    FewOrNoneInt,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    WidthInt,
+)
 from toolkit.models import DetectorOptions
 
 

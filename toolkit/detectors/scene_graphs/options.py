@@ -3,9 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
-
-from toolkit.base.number_types import MovingAverage, WidthInt
+from toolkit.base.number_types import (
+    ClosedUnitInterval,
+    MovingAverage,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    WidthInt,
+)
 from toolkit.models import DetectorOptions
 
 

@@ -3,9 +3,13 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat, PositiveInt
-
-from toolkit.base.number_types import WidthInt
+from toolkit.base.number_types import (
+    ClosedUnitInterval,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    WidthInt,
+)
 from toolkit.models import DetectorOptions
 
 

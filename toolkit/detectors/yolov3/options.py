@@ -3,9 +3,13 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
-
-from toolkit.base.number_types import WidthInt
+from toolkit.base.number_types import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    WidthInt,
+)
 from toolkit.models import DetectorOptions
 
 # (w, h) in pixels of the network input, deep to shallow; from k-means on COCO at 416 px.

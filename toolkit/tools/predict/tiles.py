@@ -16,8 +16,9 @@ from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw, windows_of
 from toolkit.evaluation.predictions import Detections
 from toolkit.models.joined_windows import NMS_IOU, best_of_classes, join_windows
 from toolkit.models.nms import nms_by_label
+from toolkit.run.layers import layer_of
 from toolkit.run.open_run import run_folder_of
-from toolkit.run.settings_check import type_faults
+from toolkit.run.settings_check import check_values
 from toolkit.run.settings_file import CONFIG_FILE, GROUPS, read_groups
 from toolkit.tools.predict.prediction import Predictor
 
@@ -35,7 +36,7 @@ def data_settings_of(source: str | Path) -> Mapping:
         return {}
     path = folder / CONFIG_FILE
     data = read_groups(path).get("data") or {}  # the group alone: another detector's class need not be imported for it
-    faults = type_faults({"data": data}, GROUPS, str(path))
+    faults = check_values(layer_of(str(path), {"data": data}), GROUPS)
     if faults:
         raise BadInput(faults)
     return data
