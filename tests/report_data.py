@@ -87,22 +87,3 @@ def ground_truth_as_predictions(table):
     return {image_id: {"boxes": torch.from_numpy(truth.xyxy[r]), "scores": torch.ones(r.stop - r.start),
                        "labels": torch.from_numpy(truth.labels[r])}
             for image_id, r in zip(table.image_ids().tolist(), rows, strict=True)}  # fmt: skip
-
-
-def confidences(rng, count, sharpness=1.0):
-    """(count,) scores, and whether each prediction is right: with the probability that is its score where `sharpness`
-    is 1, with a more cautious one where it is larger."""
-    log_odds = rng.normal(3, 3, count)
-    is_right = rng.random(count) < 1 / (1 + np.exp(-log_odds))
-    return 1 / (1 + np.exp(-sharpness * log_odds)), is_right
-
-
-def pairs(folder, scores, is_right, is_annotated_right):
-    """A table and predictions: one of each image, whose object is in one place; where the detector or the annotation is
-    wrong, it has another class, each of them its own."""
-    box, objects = [10, 10, 60, 70], np.arange(len(scores)) % 2
-    annotated = np.where(is_annotated_right, objects, 2)
-    predicted = np.where(is_right, objects, 1 - objects)
-    table = table_of(folder, [[(box, int(label))] for label in annotated], ("cat", "dog", "owl"), draw=False)
-    found = [[(box, int(label), score)] for label, score in zip(predicted, scores, strict=True)]
-    return table, predictions_of(table, found)

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 from report_data import (
-    confidences,
     ground_truth_as_predictions,
-    pairs,
     predictions_of,
     random_case,
     table_of,
@@ -33,7 +31,6 @@ from toolkit.tools.report.bootstrap import interval, resample, weighted_numbers
 from toolkit.tools.report.comparison import compare
 from toolkit.tools.report.detection_errors import ERROR_KINDS, strata, tide_errors
 from toolkit.tools.report.judgement import as_json, judge
-from toolkit.tools.report.own_errors import Doubt, doubt
 from toolkit.tools.report.suspects import suspects
 from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep
 
@@ -226,53 +223,6 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
     # All that is listed beside them are the detector's own misses, which come last, and confusions.
     assert all(good or near(suspect, of_detector) for suspect, good in zip(listed, right, strict=True))
     assert 20 < len(of_detector) < 80
-
-
-def doubted(table, predictions):
-    """Return the result of `doubt`, and the images of the suspects that have a prediction."""
-    m = match_predictions(predictions, table)
-    listed = suspects(m)
-    return doubt(m, listed), [suspect.image for suspect in listed if suspect.det >= 0]
-
-
-@pytest.mark.parametrize("sharpness", [0.5, 1.0, 3.0])
-def test_what_the_scores_of_a_detector_explain_is_no_doubt(tmp_path, sharpness):
-    """Exact annotations are not doubted, whether the detector is overconfident or underconfident."""
-    scores, is_right = confidences(np.random.default_rng(0), 1000, sharpness)
-    found, images = doubted(*pairs(tmp_path, scores, is_right, np.ones(1000, bool)))
-    assert len(images) > 50 and found == Doubt(len(images), 0, 0.0, len(images))
-
-
-@pytest.mark.parametrize("sharpness", [0.5, 1.0, 1.5])
-@pytest.mark.parametrize("share", [0.05, 0.1])
-def test_doubt_counts_the_mistakes_of_the_annotation(tmp_path, sharpness, share):
-    rng = np.random.default_rng(0)
-    scores, is_right = confidences(rng, 1000, sharpness)
-    is_annotated_right = rng.random(1000) > share
-    found, images = doubted(*pairs(tmp_path, scores, is_right, is_annotated_right))
-    is_planted = ~is_annotated_right[images]
-    expected = found.suspects - found.own_in_count - found.own_in_rest
-    assert found.suspects == len(images) and expected == pytest.approx(is_planted.sum(), rel=0.35)
-    assert found.count > 0.4 * is_planted.sum() and is_planted[: found.count].mean() > 0.65
-    assert found.own_in_count <= 0.2 * found.count
-
-
-def test_a_detector_that_errs_at_every_score_does_not_doubt_the_annotation(tmp_path):
-    rng = np.random.default_rng(0)
-    scores, is_right = confidences(rng, 1000)
-    found, images = doubted(*pairs(tmp_path, scores, is_right & (rng.random(1000) > 0.35), np.ones(1000, bool)))
-    assert len(images) > 100 and found.count == 0
-
-
-def test_duplicates_say_nothing_about_the_annotation(tmp_path):
-    """A detector without suppression, which finds every tenth object twice with much confidence."""
-    scores, is_right = confidences(np.random.default_rng(0), 600)
-    box = np.array([10, 10, 60, 70])
-    rows = [[(box, int(not right), score)] for right, score in zip(is_right, scores, strict=True)]
-    rows = [row + [(box + 1, row[0][1], 0.999 * row[0][2])] * (i % 10 == 0) for i, row in enumerate(rows)]
-    table = table_of(tmp_path, [[(box, 0)]] * 600, draw=False)
-    found, images = doubted(table, predictions_of(table, rows))
-    assert len(images) > 20 and found.count == 0
 
 
 def test_a_box_moved_by_its_side_and_what_was_found_in_its_place_are_one_suspect(tmp_path):

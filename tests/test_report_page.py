@@ -9,9 +9,7 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 from report_data import (
-    confidences,
     ground_truth_as_predictions,
-    pairs,
     predictions_of,
     random_case,
     table_of,
@@ -345,19 +343,6 @@ def test_twins_and_confusions_are_named_with_their_flag(tmp_path):
     assert "60" in advice["Duplicates"].evidence and "Confused classes" not in advice
     confused = topics(judged_of(table, predictions_of(table, wrong)))
     assert "cat is taken for dog: 10 of 15" in confused["Confused classes"] and "Duplicates" not in confused
-
-
-@pytest.mark.parametrize(("share", "named"), [(0.0, False), (0.08, True), (0.4, False)])
-def test_the_annotation_is_doubted_beyond_the_errors_of_the_detector(tmp_path, share, named):
-    rng = np.random.default_rng(0)
-    scores, is_right = confidences(rng, 1000)
-    judged = judged_of(*pairs(tmp_path, scores, is_right, rng.random(1000) >= share))
-    found = topics(judged)
-    assert ("Annotation" in found) == named and len(judged.suspects) > 50
-    if named:
-        count, boxes, own, rest, own_in_rest = map(int, re.findall(r"\d+", found["Annotation"]))
-        assert boxes == 1000 and count + rest == sum(suspect.det >= 0 for suspect in judged.suspects)
-        assert own <= 0.2 * count + 1 and 0 < own_in_rest < rest
 
 
 def test_a_detector_that_finds_nothing_is_told_why(tmp_path):

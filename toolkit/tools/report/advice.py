@@ -14,7 +14,6 @@ from toolkit.tools.report.explain import explain_zero_ap
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement
-from toolkit.tools.report.own_errors import doubt
 
 BARELY_BEGUN = 0.1  # share of the planned epochs before which a detector's mistakes say nothing about data or settings
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
@@ -22,7 +21,6 @@ ENOUGH_EVALUATIONS = 4  # to decide that AP no longer rises
 SMALL_SHARE = 0.1  # share of the boxes
 MIN_COST_AP50 = 0.02  # AP50 that a kind of mistake must cost to be named
 MIN_AP50 = 0.02  # AP50 below which other numbers say nothing more
-MIN_SUSPECTS = 5  # the minimum number for an advice
 FEW_PIXELS = 16  # median side of small objects at the network's input
 MORE_BOXES = ("anchors", "anchor_sizes", "detections_per_image", "nms_topk")  # settings for more boxes of an image
 
@@ -70,7 +68,6 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
             _too_few_slots(judged, model),
             _places(judged),
             _scores(judged),
-            _annotation(judged),
         ]
     return [advice for advice in suggestions if advice is not None]
 
@@ -330,19 +327,4 @@ def _scores(judged) -> Advice | None:
         "Threshold",
         f"F1 is highest ({best.f1:.3f}) at a score of {best.threshold:g}; predictions are often cut at 0.3 or 0.5.",
         f"Use the threshold of this report: --threshold {best.threshold:g} in predict.py.",
-    )
-
-
-def _annotation(judged) -> Advice | None:
-    found = doubt(judged.matches, judged.suspects)
-    if found.count < MIN_SUSPECTS:
-        return None
-    boxes = int(judged.matches.num_truth.sum())
-    rest = found.suspects - found.count
-    of_rest = f" Of the {rest} other predictions of the list, about {found.own_in_rest:.0f} are." if rest else ""
-    return Advice(
-        "Annotation",
-        f"{found.count} confident predictions contradict the annotation of {boxes} boxes more often than the detector "
-        f"errs at such scores: about {found.own_in_count:.0f} of them are probably mistakes of its own.{of_rest}",
-        f"Look through the first {found.count} of the list of likely mistakes below before you train again.",
     )

@@ -51,7 +51,7 @@ class Suspect:
 def suspects(matches: Matches) -> list[Suspect]:
     """Return all suspicious boxes, those with a prediction first, each group sorted by strength."""
     m = matches
-    threshold = thresholds_of_classes(m)[m.found.labels]  # (D,)
+    threshold = _thresholds_of_classes(m)[m.found.labels]  # (D,)
     strong = m.found.scores > threshold
 
     # Masks of the pairs (P,) of a prediction and a box that overlap.
@@ -185,7 +185,7 @@ def _beside_another(m: Matches, strong: np.ndarray) -> np.ndarray:
     return result
 
 
-def thresholds_of_classes(m: Matches) -> np.ndarray:
+def _thresholds_of_classes(m: Matches) -> np.ndarray:
     """Return (K,): the score threshold of the best F1 of each of K classes.
 
     A class with fewer true positives than `MIN_FOUND_OBJECTS` has the threshold over all classes.
