@@ -349,7 +349,7 @@ def test_metadata_of_another_form_are_one_sentence(tmp_path):
     contents += [about | {"made_on": about["made_on"] | {"fingerprint": value}} for value in (7, None, [])]
     for content in contents:
         about_file(file).write_text(json.dumps(content))
-        with pytest.raises(BadInput, match="found.about.json (is|has no) .*; remove that file") as refused:
+        with pytest.raises(BadInput, match="found.about.json: .* is .*, expected .*; remove that file") as refused:
             read_predictions(file, table)
         assert len(refused.value.problems) == 1
 

@@ -21,7 +21,7 @@ from toolkit.data.table import Category
 from toolkit.models import detector as base
 from toolkit.run import loop
 from toolkit.run.best import Best
-from toolkit.run.checkpoint import linked, load_checkpoint, newest_valid
+from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, newest_valid
 from toolkit.run.log import Log
 from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan, StepBudget
@@ -281,6 +281,32 @@ def test_a_checkpoint_of_other_classes_or_another_model_is_refused(tmp_path):
     checkpoint.of_part("data")["categories"] = [{"id": 1, "name": "b"}]
     with pytest.raises(BadInput, match="b.*a"):
         restore_checkpoint(make_training(tmp_path), checkpoint)
+
+
+EDITED_PARTS = {
+    "data": {},
+    "optimizer": {"param_groups": [7]},
+    "sampler": {"num_samples": 4, "offset": 0},
+    "weight_facts": {"frozen": ["gone"]},
+    "plan": {"schedule": 7},
+    "guard": {"skips": 1},
+    "log": {"meters": {"loss": 7}},
+    "best": {},
+}
+
+
+@pytest.mark.parametrize("name", EDITED_PARTS)
+def test_a_state_that_a_part_did_not_write_is_one_sentence(tmp_path, name):
+    checkpoint = saved(tmp_path)
+    if name == "optimizer":
+        checkpoint.optimizer = EDITED_PARTS[name]
+    else:
+        checkpoint.state["parts"][name] = EDITED_PARTS[name]
+    (tmp_path / "checkpoints" / "latest").unlink()
+    with pytest.raises(CheckpointError, match=f"step_000001: the state of its part {name} cannot be used") as caught:
+        restore_checkpoint(make_training(tmp_path), checkpoint)
+    assert len(caught.value.problems) == 1
+    assert not (tmp_path / "checkpoints" / "latest").exists(), "the run folder is not changed"
 
 
 def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):

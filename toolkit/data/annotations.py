@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
-from toolkit.base.kinds import MAX_EXACT_INTEGER
 from toolkit.base.masks import Shape
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.segmentations import shape_of, with_box_of_mask
@@ -25,6 +24,7 @@ NUMBER_TYPES = {int, float}
 NO_ID = -(2**63)
 MAX_ID = 2**63 - 1
 TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
+MAX_EXACT_INTEGER = 2**53  # every whole number up to it has a float64 of its own
 MAX_AREA = 3e38  # the table's are float32
 CROWDS = ("ignore", "objects")  # values of `data.crowds`
 

@@ -17,7 +17,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -36,8 +37,9 @@ from toolkit.run.checkpoint_content import (
     OPTIMIZER_FILE,
     STATE_FILE,
     changed_files,
-    faults_of_run,
     joined_by_part,
+    lacking_in_run,
+    nonfinite_tensors,
     stale,
     well_formed,
 )
@@ -73,10 +75,28 @@ class Checkpoint:
         """Return the JSON values in the state of the part `name`, without its tensors; empty if it has none."""
         return self.state["parts"].get(name, {})
 
+    @contextmanager
+    def reading(self, part: str) -> Iterator[dict]:
+        """Yield `of_part(part)`, for a `with` block that reads the state of this part and does nothing else.
+
+        Raises:
+            CheckpointError: the block failed, so the state is not what this toolkit writes. The message names the
+                checkpoint and the part.
+        """
+        try:
+            yield self.of_part(part)
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise CheckpointError(
+                f"Checkpoint {self.path}: the state of its part {part} cannot be used ({reason}). Use an earlier "
+                "checkpoint."
+            ) from error
+
     @property
     def categories(self) -> list[dict]:
         """The classes that the weights were trained for, as JSON values: a dict with `id` and `name` for each."""
-        return self.of_part("data")["categories"]
+        with self.reading("data") as data:
+            return [{key: category[key] for key in ("id", "name")} for category in data["categories"]]
 
 
 # ---------------------------------------------------------------- write
@@ -422,15 +442,30 @@ def _read_checkpoint(path: Path, manifest: dict) -> Checkpoint:
         unsafe = "Weights only load failed" in str(error)
         reason = "holds Python objects, which are never run" if unsafe else "cannot be read"
         raise CheckpointError(f"Checkpoint {path}: {name} {reason} ({_first_line(error)}).") from error
-    of_run = manifest["kind"] == "run"
     optimizer = pickled.get(OPTIMIZER_FILE)
-    faults = faults_of_run(manifest["step"], tensors, optimizer, state) if of_run else []
-    if faults:
-        raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
     extra = pickled.get(EXTRA_FILE, {})
     if not isinstance(extra, dict):
         raise CheckpointError(f"Checkpoint {path}: {EXTRA_FILE} holds a {type(extra).__name__}; expected a mapping.")
-    return Checkpoint(path, manifest["step"], tensors, optimizer, state, extra, manifest["kind"])
+    checkpoint = Checkpoint(path, manifest["step"], tensors, optimizer, state, extra, manifest["kind"])
+    faults = _faults_of_run(checkpoint) if checkpoint.kind == "run" else []
+    if faults:
+        raise CheckpointError([f"Checkpoint {path}: {fault}." for fault in faults])
+    return checkpoint
+
+
+def _faults_of_run(checkpoint: Checkpoint) -> list[str]:
+    """Return a phrase for everything that prevents a run from resuming from a checkpoint: what it lacks, or else the
+    tensors that are not finite. Infinities in tensors that it lists as infinite by design are not reported.
+
+    Raises CheckpointError if the optimizer's state, or the list of these tensors, cannot be read.
+    """
+    lacking = lacking_in_run(checkpoint.step, checkpoint.tensors, checkpoint.optimizer, checkpoint.state)
+    if lacking:
+        return lacking
+    with checkpoint.reading("weight_facts") as facts:
+        infinite = set(facts["infinite"])
+    with checkpoint.reading("optimizer"):
+        return nonfinite_tensors(checkpoint.tensors, checkpoint.optimizer, infinite)
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:

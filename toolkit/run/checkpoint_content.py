@@ -1,7 +1,6 @@
-"""The layout of a checkpoint, and its validation: unmodified, complete, of the right types, and finite.
+"""The layout of a checkpoint, and its validation: unmodified, complete and finite.
 
-A matching hash shows that a file is unmodified, not that a run can resume from it. Without this validation, a value of
-the wrong type would cause an error in the middle of a later step, or be used unnoticed.
+A matching hash shows that a file is what was written. The values in it are read by the part that wrote them.
 """
 
 import hashlib
@@ -13,134 +12,18 @@ from typing import Any
 from torch import Tensor
 
 from toolkit.base.files import read_json_object
-from toolkit.base.kinds import (
-    ANY_NUMBER,
-    COUNT,
-    DURATION,
-    FACTOR,
-    ID,
-    MAX_SEED,
-    NUMBER,
-    POSITIVE,
-    STEP_OR_MINUS_ONE,
-    TEXT,
-    TEXTS,
-    TRUTH,
-    Each,
-    Keys,
-    Kind,
-    OrNull,
-    faults_of,
-    one_of,
-    whole,
-)
-from toolkit.step.ema import UPDATES
-from toolkit.step.schedules import SCHEDULES
 
 FORMAT_VERSION = 5  # of checkpoints, of what stands in their state, and of the settings beside them and in `final/`
 MANIFEST_FILE = "MANIFEST.json"
-MAX_NAMED_FAULTS = 30  # of a state that are named one by one
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 EXTRA_FILE = "extra.pt"
 CHECKPOINT_KINDS = ("run", "state")  # of a run, and of anything else
-_MANIFEST = Keys({
-    "files": Each(dict, Keys({"size": COUNT, "sha256": TEXT}, {})), "step": COUNT, "sequence": COUNT,
-    "kind": Kind(f"one of {CHECKPOINT_KINDS}", lambda value: value in CHECKPOINT_KINDS),
-}, {})  # fmt: skip
 _PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npy", ".npz", ".joblib", ".dill", ".mar"}
 # State dicts whose infinities may be meant, such as a buffer that is an attention mask.
 _WEIGHTS = ("model", "ema")
 
-# ---- the state of each part ------------------------------------------------------------------------------------------
-
-_METER = Keys({"fmt": TEXT}, {
-    "window": Each(list, ANY_NUMBER), "window_size": OrNull(whole(0, 10**6)), "total": ANY_NUMBER,
-    "momentum": ANY_NUMBER, "value": ANY_NUMBER, "sum": ANY_NUMBER, "count": ANY_NUMBER,
-})  # fmt: skip
-_SAMPLER = Keys({
-    "seed": whole(-MAX_SEED, MAX_SEED), "epoch": COUNT, "offset": COUNT, "world_size": POSITIVE,
-    "batch_size": POSITIVE, "num_samples": COUNT,
-}, {"layout": Each(list, Each(list, COUNT, 3)), "sizes": TEXT})  # fmt: skip
-_SCHEDULE_OPTIONS = Keys({}, {
-    **dict.fromkeys(("gamma", "warmup_factor", "warmup_start", "power", "final_factor", "threshold"), NUMBER),
-    **dict.fromkeys(("warmup_steps", "step_size", "cooldown"), DURATION),
-    **dict.fromkeys(("every", "stairs", "cycles", "patience", "max_decays"), FACTOR),
-    "warmup_method": one_of("linear", "constant"),
-    "last_cycle": one_of("linear", "cosine"),
-    "milestones": Each(list, NUMBER),
-    "decayed": Each(list, NUMBER, 2),
-})  # fmt: skip
-_SCHEDULE = Keys({}, {
-    "name": one_of(*SCHEDULES), "total_steps": OrNull(DURATION), "scale": FACTOR, "options": _SCHEDULE_OPTIONS,
-    "clock": Each(list, NUMBER, 3), "decays": COUNT, "best": OrNull(NUMBER), "bad": COUNT, "cooling": COUNT,
-})  # fmt: skip
-_BUDGET = Keys({}, {
-    **dict.fromkeys(("total_steps", "planned_steps", "ceiling_steps"), OrNull(COUNT)),
-    **dict.fromkeys(("steps", "begun_steps"), OrNull(COUNT)),
-    **{"max_minutes": FACTOR, "slowest_s": DURATION, "settled_steps": COUNT},
-    **dict.fromkeys(("elapsed_s", "planned_s", "begun_s"), OrNull(DURATION)),
-    "measured_s": Each(list, DURATION), "settled": TRUTH,
-})  # fmt: skip
-_GUARD = Keys({}, dict.fromkeys(("skips", "calibrations", "rollbacks"), COUNT))
-_SCALER = Keys({}, dict.fromkeys(("scale", "growth_factor", "backoff_factor", "growth_interval"), NUMBER))
-
-_PLAN = Keys({
-    "total_steps": COUNT,
-    "limit": TEXT,
-    "accumulation": Each(list, COUNT, 2),
-    "recut": NUMBER,
-    "schedule": _SCHEDULE,
-    "budget": OrNull(_BUDGET),
-}, {"without_own_rates": OrNull(COUNT)})  # fmt: skip
-_LOG = Keys({
-    "meters": Each(dict, _METER),
-    "averages": Each(dict, Each(list, ANY_NUMBER, 2)),
-    "elapsed_s": DURATION,
-    "epoch_s": DURATION,
-    "epoch_steps": COUNT,
-    "logged_epoch": STEP_OR_MINUS_ONE,
-    "logged_steps": STEP_OR_MINUS_ONE,
-    "has_notes": TRUTH,
-    "writer": Keys({"rows": COUNT, "run_ids": Each(dict, OrNull(ID))}, {}),
-}, {})  # fmt: skip
-_BEST = Keys({
-    "metric": TEXT,
-    "value": OrNull(NUMBER),
-    "step": STEP_OR_MINUS_ONE,
-    "without_better": COUNT,
-    "evaluated_step": STEP_OR_MINUS_ONE,
-}, {})  # fmt: skip
-_TABLE = Keys({}, {
-    "fingerprint": TEXT,
-    "file": TEXT,
-    "images": COUNT,
-    "boxes": COUNT,
-    "classes": Each(dict, OrNull(TEXT)),
-})  # fmt: skip
-_DATA = Keys(
-    {"categories": Each(list, Keys({"id": ID, "name": TEXT}, {}))},
-    {
-        "predicates": TEXTS,
-        "attributes": TEXTS,
-        "tables": Each(dict, _TABLE),
-    },
-)
-_WEIGHT_FACTS = Keys({"infinite": TEXTS, "frozen": TEXTS}, {})
-_PARTS = Keys(
-    {
-        "data": _DATA,
-        "weight_facts": _WEIGHT_FACTS,
-        "sampler": _SAMPLER,
-        "plan": _PLAN,
-        "guard": _GUARD,
-        "log": _LOG,
-        "best": _BEST,
-    },
-    {"scaler": _SCALER, "ema": Keys({UPDATES: COUNT}, {})},
-)
-# Everything in state.json that a run needs to go on.
-RUN_STATE = Keys({"step": COUNT, "parts": _PARTS}, {})
+NEEDED_PARTS = ("data", "weight_facts", "sampler", "plan", "guard", "log", "best")  # of `state.json` of a run
 
 
 # ---- how the state of the parts is stored ----------------------------------------------------------------------------
@@ -208,9 +91,22 @@ def stale_run(folder: Path) -> str:
     return f"Run {folder} {faults[-1]}" if faults and all(faults) else ""
 
 
-def well_formed(manifest) -> bool:
+def well_formed(manifest: object) -> bool:
     """Return whether a manifest has the structure that the other functions rely on."""
-    return not any(faults_of(manifest, _MANIFEST, MANIFEST_FILE))
+    if not isinstance(manifest, dict) or manifest.get("kind") not in CHECKPOINT_KINDS:
+        return False
+    files = manifest.get("files")
+    has_counts = _is_count(manifest.get("step")) and _is_count(manifest.get("sequence"))
+    return has_counts and isinstance(files, dict) and all(map(_is_entry, files.values()))
+
+
+def _is_entry(entry: object) -> bool:
+    """Return whether `entry` describes a file in a manifest."""
+    return isinstance(entry, dict) and _is_count(entry.get("size")) and isinstance(entry.get("sha256"), str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # not a bool
 
 
 def changed_files(path: Path, manifest: dict) -> list[str]:
@@ -243,44 +139,33 @@ def _changes(file: Path, entry: Mapping) -> list[str]:
     return [] if is_unchanged else [f"{file.name} is not what was written (sha256 differs)"]
 
 
-def faults_of_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
-    """Return a phrase for everything that prevents a run from resuming from this content of a checkpoint.
+def lacking_in_run(step: int, tensors: Mapping, optimizer: object, state: object) -> list[str]:
+    """Return a phrase for everything that a run needs to resume and that this content of a checkpoint lacks.
+
+    The values of each part are not looked at: the part itself reads them, see `Checkpoint.reading`.
 
     Args:
         step: step in the manifest, which must be that of `state`.
         tensors: file stem -> state dict.
         optimizer, state: content of optimizer.pt and state.json.
-
-    Non-finite tensors are reported too, except infinities in those that `state` lists as infinite by design.
     """
-    faults = _faults_of_state(step, state) if isinstance(state, dict) else ["state.json is not a mapping"]
+    saved = state if isinstance(state, dict) else {}
+    parts = saved.get("parts")
+    if not isinstance(parts, dict) or not all(isinstance(values, dict) for values in parts.values()):
+        return ["state.json does not have the state of the parts of a run"]
+    faults = []
+    missing = [name for name in NEEDED_PARTS if name not in parts]
+    if missing:
+        faults.append(f"state.json lacks the state of {', '.join(missing)}")
+    if saved.get("step") != step:
+        faults.append(f"state.json is of step {saved.get('step')}")
     if not tensors.get("model"):
         faults.append("there are no weights (model.safetensors)")
-    if not faults and "ema" in state["parts"] and "ema" not in tensors:
+    if "ema" in parts and "ema" not in tensors:
         faults.append("there are no averaged weights (ema.safetensors)")
-    if not _is_state_of_optimizer(optimizer):
-        faults.append("optimizer.pt is not the state of an optimizer")
-    return faults or nonfinite_tensors(tensors, optimizer, state["parts"]["weight_facts"]["infinite"])
-
-
-def _faults_of_state(step: int, state: dict) -> list[str]:
-    faults = list(faults_of(state, RUN_STATE, STATE_FILE))
-    if faults:
-        more = f"and {len(faults) - MAX_NAMED_FAULTS} more places of state.json"
-        return faults[:MAX_NAMED_FAULTS] + [more] * (len(faults) > MAX_NAMED_FAULTS)
-    return [] if state["step"] == step else [f"state.json is of step {state['step']}"]
-
-
-def _is_state_of_optimizer(optimizer: object) -> bool:
-    """Return whether it has the structure of `optimizer.state_dict()`, on which everything that reads it relies."""
-    if not isinstance(optimizer, dict) or not {"state", "param_groups"} <= optimizer.keys():
-        return False
-    of_parameters = optimizer["state"]
-    groups = optimizer["param_groups"]
-    if not isinstance(of_parameters, dict) or not isinstance(groups, list):
-        return False
-    are_groups = all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    return are_groups and all(isinstance(kept, dict) for kept in of_parameters.values())
+    if optimizer is None:
+        faults.append(f"there is no state of the optimizer ({OPTIMIZER_FILE})")
+    return faults
 
 
 def nonfinite_tensors(

@@ -65,7 +65,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
     config = load_config_dict(newest_config(folder), options_of, needed=REQUIRED_KEYS)
     checkpoint, _ = resolve_resume(str(_evaluated_run(folder, path, config)), folder, of_run=True)
-    categories = [Category(category["id"], category["name"]) for category in checkpoint.categories]
+    categories = [Category(**category) for category in checkpoint.categories]
     return Run(folder, config, checkpoint, categories)
 
 

@@ -261,12 +261,6 @@ class Parts(UserDict[str, Part]):
         """Return the state of every part, by its name."""
         return {name: part.state_dict() for name, part in self.items()}
 
-    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore each part whose state is in `saved`; the others stay as they are."""
-        for name, part in self.items():
-            if name in saved:
-                part.load_state_dict(saved[name])
-
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ((kind, name), tensor) for all tensors that must be finite, from the parts that have `tensors()`."""
         for part in self.values():

@@ -126,7 +126,7 @@ def restore_checkpoint(
             changed then.
     """
     path = checkpoint.path
-    names = [category["name"] for category in checkpoint.of_part("data")["categories"]]
+    names = [category["name"] for category in checkpoint.categories]
     if names != t.validation.table.class_names:
         renamed = [f"; {change.values}" for change in changed if change.key == "data.classes"]
         now = t.validation.table.class_names
@@ -134,27 +134,25 @@ def restore_checkpoint(
     _check_fit(t, checkpoint, changed)
     rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
     asked = t.plan.total_steps
-    try:
-        restore_rolled_back_state(t, checkpoint)
-        if t.plan.eval_only:
-            return _load_best(t, checkpoint)
-        sampler_before = checkpoint.of_part("sampler")
-        notes = t.data.load_state_dict(checkpoint.of_part("data"))
-        try:
-            notes += t.sampler.load_state_dict(sampler_before)
-        except BadInput as error:
-            raise BadInput([*error.problems, *t.data.changes(checkpoint.of_part("data"))]) from error
-        if not keep_schedule:
-            for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
-                group.update(rates)
-        notes += t.checkpoints.weight_facts.load_state_dict(checkpoint.of_part("weight_facts"))
-        notes += t.plan.resume(checkpoint.of_part("plan"), sampler_before, t.step, keep_schedule)
-        t.guard.load_state_dict(checkpoint.of_part("guard"))
-        t.log.load_state_dict(checkpoint.of_part("log"))
+    restore_rolled_back_state(t, checkpoint)
+    if t.plan.eval_only:
+        return _load_best(t, checkpoint)
+    with checkpoint.reading("data") as data:
+        notes = t.data.load_state_dict(data)
+    with checkpoint.reading("sampler") as sampler:
+        notes += _restore_sampler(t, sampler, data)
+    if not keep_schedule:
+        for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
+            group.update(rates)
+    with checkpoint.reading("weight_facts") as facts:
+        notes += t.checkpoints.weight_facts.load_state_dict(facts)
+    with checkpoint.reading("plan") as plan:
+        notes += t.plan.resume(plan, sampler, t.step, keep_schedule)
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-        reason = f"cannot be taken up ({type(error).__name__}: {error})"
-        raise BadInput(f"{path} {reason}: give an earlier checkpoint as --run.resume PATH") from error
+    with checkpoint.reading("guard") as guard:
+        t.guard.load_state_dict(guard)
+    with checkpoint.reading("log") as log:
+        t.log.load_state_dict(log)
     total_steps = t.plan.total_steps
     if keep_schedule and total_steps <= t.step and asked > total_steps:
         notes.append(
@@ -162,6 +160,17 @@ def restore_checkpoint(
             f"--run.resume_schedule new goes on to step {asked}"
         )
     return notes + _load_best(t, checkpoint)
+
+
+def _restore_sampler(t, sampler: Mapping, data: Mapping) -> list[str]:
+    """Restore the place in the data, and return sentences on what differs.
+
+    Raises BadInput if it is a place in other data. The message says which tables have changed.
+    """
+    try:
+        return t.sampler.load_state_dict(sampler)
+    except BadInput as error:
+        raise BadInput([*error.problems, *t.data.changes(data)]) from error
 
 
 # Of a parameter group, what the settings say of its updates.
@@ -176,7 +185,8 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     if "loss_weights" in saved or any(True for _ in t.loss_weights.parameters()):
         faults += _misfits(t.loss_weights.state_dict(), saved.get("loss_weights", {}))
     if not faults and not t.plan.eval_only:
-        saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+        with checkpoint.reading("optimizer"):
+            saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
         sizes = [len(group["params"]) for group in t.optimizer.param_groups]
         if saved_sizes != sizes:
             there = f"there are {len(saved_sizes)} of {sum(saved_sizes)}"
@@ -206,14 +216,15 @@ def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list
 
 def _load_best(t, checkpoint: Checkpoint) -> list[str]:
     best = t.validation.best
-    saved = checkpoint.of_part("best")
     folder = t.checkpoints.folder
+    with checkpoint.reading("best") as saved:
+        is_same_metric = best.load_state_dict(saved)
     in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
     if t.plan.eval_only or in_this_folder:
         t.checkpoints.saved_step = t.step
     if in_this_folder and not t.plan.eval_only:
         run_on_main(lambda: repair_latest(checkpoint.path))
-    if not best.load_state_dict(saved):
+    if not is_same_metric:
         return [f"best metric starts anew: it was {saved['metric']}, now {best.metric}"]
     step = best.step
     if best.value is None or t.plan.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
@@ -234,4 +245,7 @@ def restore_rolled_back_state(t, checkpoint: Checkpoint) -> None:
         saved["ema"] = saved["model"]
     if t.plan.eval_only:
         saved = {name: saved[name] for name in EVALUATED_PARTS if name in saved}
-    t.parts.undone_in_rollback().load_state_dict(saved)
+    for name, part in t.parts.undone_in_rollback().items():
+        if name in saved:
+            with checkpoint.reading(name):
+                part.load_state_dict(saved[name])

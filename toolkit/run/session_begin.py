@@ -9,6 +9,7 @@ from toolkit.data import pipeline
 from toolkit.data.splits import counted_boxes, counts_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.windows import windows_of_loader
+from toolkit.run.checkpoint import Checkpoint
 from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
@@ -34,11 +35,12 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
         count = s.config.data.batch_size_per_device
         probe_memory = index.tool("probe_memory")
         probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
+    written = _written(checkpoint) if checkpoint is not None else None
     notes = restore_checkpoint(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
     for note in (*changed, *notes):
         s.say(str(note))
     _record(s, t, table, settings, changed)
-    for note in run_on_main(lambda: _repair_rows(s)) if checkpoint is not None else []:
+    for note in run_on_main(lambda: _repair_rows(s, written["rows"])) if checkpoint is not None else []:
         s.say(note)
     job = run.job_type or ("eval" if run.eval_only else "train")
     metric = t.validation.best.metric
@@ -48,7 +50,7 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
         about=RunDescription(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
-        resume_state=checkpoint and checkpoint.of_part("log")["writer"],
+        resume_state=written,
         eval_only=run.eval_only,
         track_unscaled=run.track_unscaled,
     )
@@ -71,23 +73,28 @@ def _settings(s: Any, t: Training) -> tuple[dict, list[Change]]:
     settings["model"] |= {key: value for key, value in used if key in settings["model"] and key not in left}
     if not s.stored:
         return settings, []
-    budget = s.checkpoint.of_part("plan")["budget"]
+    with s.checkpoint.reading("plan") as plan:
+        is_measured = plan["budget"] is None or plan["budget"]["settled"]
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
-    is_measured = budget is None or budget["settled"]
     changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
     if s.config.run.eval_only:  # no update will be made
         changed = [change for change in changed if not change.key.startswith(("optim.", "schedule.", "data.tile"))]
     return in_force(asked, changed), changed
 
 
-def _repair_rows(s: Any) -> list[str]:
+def _written(checkpoint: Checkpoint) -> dict:
+    """Return the state of the `RunWriter` in a checkpoint."""
+    with checkpoint.reading("log") as log:
+        return {key: log["writer"][key] for key in ("rows", "run_ids")}
+
+
+def _repair_rows(s: Any, rows: int) -> list[str]:
     """Repair the rows of this folder that the checkpoint counts and that are not there.
 
     Those of another folder are not looked for.
     """
     if s.checkpoint.path.resolve().parent != (s.folder / "checkpoints").resolve():
         return []
-    rows = s.checkpoint.of_part("log")["writer"]["rows"]
     return repair_rows(s.folder / "metrics.jsonl", rows, keep_later=s.config.run.eval_only)
 
 

@@ -57,7 +57,8 @@ def session(config: Any) -> Iterator[Session]:
             checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder, of_run=True))
             stored = run_on_main(lambda: checkpoint and settings_beside(checkpoint.path, config, options_class)) or {}
             if checkpoint is not None:  # data, augmentation and dropout go on as they began
-                config = replace(config, run=replace(run, seed=checkpoint.of_part("sampler")["seed"]))
+                with checkpoint.reading("sampler") as sampler:
+                    config = replace(config, run=replace(run, seed=sampler["seed"]))
             if is_main:
                 announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
             if run.deterministic:

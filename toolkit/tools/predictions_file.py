@@ -16,22 +16,29 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.kinds import NUMBER, TEXT, Keys, Kind, OrNull, faults_of
 from toolkit.base.masks import column_of, rle
 from toolkit.data.segmentations import near_picture, outline_fault, shape_of, with_box_of_mask
 from toolkit.evaluation.predictions import about_file, images_fingerprint
 
 LISTED_FAULTS = 10
 MAX_NUMBER = 1e9  # of a score or of pixels; beyond it, areas and float32 overflow
-# `FILE.about.json`; `classes` has a check of its own, see `_classes_of`.
-_SOURCE = Kind("a text, a number or a list", lambda value: isinstance(value, str | int | float | list))
-_ABOUT = Keys({}, {
-    "made_on": Keys({}, dict.fromkeys(("name", "fingerprint", "images_fingerprint"), TEXT)),
-    "data": Keys({"source": _SOURCE}, {}),
-    "scores": Keys({}, {}),
-    "detector": TEXT,
-    **dict.fromkeys(("mode", "protocol", "precision", "settings_without_seed"), OrNull(TEXT)),
-})  # fmt: skip
+# Types of the entries of `FILE.about.json`, and of the entries of two of them, in words and as types. `classes` has a
+# check of its own, see `_classes_of`.
+_OBJECT = ("an object", dict)
+_TEXT = ("a text", str)
+_TEXT_OR_NULL = ("a text or null", str | None)
+_ABOUT = {
+    "made_on": _OBJECT,
+    "data": _OBJECT,
+    "scores": _OBJECT,
+    "detector": _TEXT,
+    "mode": _TEXT_OR_NULL,
+    "protocol": _TEXT_OR_NULL,
+    "precision": _TEXT_OR_NULL,
+    "settings_without_seed": _TEXT_OR_NULL,
+}
+_MADE_ON = {"name": _TEXT, "fingerprint": _TEXT, "images_fingerprint": _TEXT}
+_DATA = {"source": ("a text, a number or a list", str | int | float | list)}
 # The arrays of `FILE.graphs.npz` by name: the sizes of a row; None: any.
 _INDICES = {
     **dict.fromkeys(("labels", "predicates", "true_labels"), ()),
@@ -184,10 +191,36 @@ def read_about(path: str | Path) -> dict:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{file}: cannot be read ({error}); remove it to read {path} without it") from error
-    faults = list(faults_of(about, _ABOUT, str(file)))
+    faults = _faults_of_about(about)
     if faults:
-        raise BadInput(f"{fault}; remove that file to read {path} without it" for fault in faults[:LISTED_FAULTS])
+        raise BadInput(f"{file}: {fault}; remove that file to read {path} without it" for fault in faults)
     return about
+
+
+def _faults_of_about(about: object) -> list[str]:
+    """Return a phrase for each entry of the metadata that is not what `write_predictions` writes."""
+    if not isinstance(about, dict):
+        return [_other("the content", about, "an object")]
+    faults = _other_types(about, _ABOUT)
+    made_on = about.get("made_on")
+    if isinstance(made_on, dict):
+        faults += _other_types(made_on, _MADE_ON, "made_on.")
+    data = about.get("data")
+    if isinstance(data, dict):
+        faults += _other_types({"source": None, **data}, _DATA, "data.")  # the source must be there
+    return faults
+
+
+def _other_types(entries: Mapping, types: Mapping, prefix: str = "") -> list[str]:
+    faults = []
+    for key, (words, expected) in types.items():
+        if key in entries and not isinstance(entries[key], expected):
+            faults.append(_other(prefix + key, entries[key], words))
+    return faults
+
+
+def _other(name: str, value: object, words: str) -> str:
+    return f"{name} is {str(value)[:60]!r}, expected {words}"
 
 
 def _entries(path: Path) -> list[dict]:
@@ -316,7 +349,7 @@ def _check_numbers(path: Path, entries: list[dict]) -> None:
 
 
 def _is_usable(value: object) -> bool:
-    return NUMBER.fits(value) and abs(value) <= MAX_NUMBER
+    return type(value) in (int, float) and abs(value) <= MAX_NUMBER  # not a bool, and not a NaN
 
 
 def _masks(path: Path, entries: list[dict], sizes_hw: np.ndarray) -> np.ndarray | None:
