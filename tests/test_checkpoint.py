@@ -290,7 +290,7 @@ BREAKAGES = {
     "step before the first": (lambda f: edit_manifest(f, step=-2), "MANIFEST.json is not what this"),
     "no tensors": (lambda f: plant(f, "model.safetensors", b"\0" * 99), "model.safetensors "),
     "no archive": (lambda f: plant(f, "optimizer.pt", b"hello"), "optimizer.pt "),
-    "optimizer gone": (lambda f: (os.remove(f / "optimizer.pt"), plant_state()(f)), "no state of the optimizer"),
+    "optimizer gone": (lambda f: (os.remove(f / "optimizer.pt"), plant_state()(f)), "the optimizer is missing"),
     "no optimizer": (lambda f: plant(f, "optimizer.pt", NO_OPTIMIZER.getvalue()), "its part optimizer cannot be used"),
     "no weights": (lambda f: (os.remove(f / "model.safetensors"), plant_state()(f)), "there are no weights"),
     "no averages": (lambda f: (os.remove(f / "ema.safetensors"), plant_state()(f)), "there are no averaged weights"),

@@ -164,7 +164,7 @@ def lacking_in_run(step: int, tensors: Mapping, optimizer: object, state: object
     if "ema" in parts and "ema" not in tensors:
         faults.append("there are no averaged weights (ema.safetensors)")
     if optimizer is None:
-        faults.append(f"there is no state of the optimizer ({OPTIMIZER_FILE})")
+        faults.append(f"the state of the optimizer is missing ({OPTIMIZER_FILE})")
     return faults
 
 
