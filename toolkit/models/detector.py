@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import first_rows, kept_first
 from toolkit.base.errors import BadInput
 from toolkit.models import DetectorOptions
+from toolkit.models.final import save_detector_folder
 from toolkit.models.nms import settled
 
 
@@ -236,8 +237,6 @@ class Detector(nn.Module):
             processor_size: the size to which images are resized, see `toolkit.data.pipeline.processor_size`; None:
                 images keep their size.
         """
-        from toolkit.models.final import save_detector_folder  # transformers, which takes seconds to import
-
         save_detector_folder(self, processor_size, folder, categories)
 
     def make_evaluator(self, table, backend: str):

@@ -9,13 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from toolkit import index
 from toolkit.base.errors import BadInput
@@ -29,13 +27,16 @@ from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
 from toolkit.run.layers import COMMAND_LINE, layer_of, nested
 from toolkit.run.settings_check import check_values
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 MAX_RESIZED_SIDE_PX = 20_000  # pixels that an image may be resized to
 DECODING_FILE = "decoding.json"
 KEYS_OF_SIZE = ({"height", "width"}, {"shortest_edge", "longest_edge"}, {"shortest_edge"})
 
 
 def save_transformers_folder(
-    model: PreTrainedModel, processor, processor_size: Mapping[str, int] | None, folder: Path, categories: Sequence
+    model: "PreTrainedModel", processor, processor_size: Mapping[str, int] | None, folder: Path, categories: Sequence
 ) -> None:
     """Write weights, config and image processor so that `AutoModelForObjectDetection` and `AutoImageProcessor` load
     them; also `categories.json` and a model card.
@@ -49,6 +50,8 @@ def save_transformers_folder(
     The model is saved with `auxiliary_loss=False`, because the loaded model needs no losses, and transformers' own
     auxiliary outputs of DETR change the last layer.
     """
+    from transformers.utils import logging as transformers_logging  # takes seconds, and not every detector needs it
+
     transformers_logging.disable_progress_bar()  # one shard, written at once
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +241,7 @@ def _write_about(folder: Path, categories: Sequence) -> None:
     write_card(folder, [category.name for category in categories])
 
 
-def _counts_batches_of_frozen_norm(model: PreTrainedModel, key: str) -> bool:
+def _counts_batches_of_frozen_norm(model: "PreTrainedModel", key: str) -> bool:
     backbone = getattr(model.config, "backbone_config", None)
     frozen_when_loaded = getattr(backbone, "freeze_batch_norm_2d", False)  # of timm backbones
     return frozen_when_loaded and ".backbone." in key and key.endswith("num_batches_tracked")

@@ -29,6 +29,7 @@ from toolkit.detectors.detr.focal_criterion import FocalCriterion
 from toolkit.detectors.detr.host_waits import clamp_without_check_
 from toolkit.detectors.detr.options import DecoderOptions
 from toolkit.models.detector import Detector, MapTap
+from toolkit.models.final import save_transformers_folder
 
 # Each decoder layer checks that the sizes of the maps, which it is given twice, agree: a host synchronisation.
 os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
@@ -150,8 +151,6 @@ class TransformersDetector(Detector):
             processor_size: the size in pixels that the image processor resizes to, in the form of transformers:
                 `{"height": 640, "width": 640}` or `{"shortest_edge": 800, "longest_edge": 1333}`; None: no resizing.
         """
-        from toolkit.models.final import save_transformers_folder  # no step needs it
-
         processor = self.processor_class(
             do_normalize=True,
             do_resize=processor_size is not None,

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names
 from toolkit.models import options_class
+from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.mapping import WeightTable, map_weights
 from toolkit.models.weights.weight_files import open_published_weights
 from toolkit.run.open_run import chosen_weights, kind_of, may_be_of_hub, open_run
@@ -117,8 +118,6 @@ def _from_run(name: str, path: Path) -> Pretrained:
 
 
 def _from_our_folder(name: str, path: Path) -> Pretrained:
-    from toolkit.models.final import load_detector_folder  # transformers, which takes seconds to import
-
     detector, categories, _ = load_detector_folder(path)
     architecture, options = _architecture_and_settings(detector.resolved_options())
     return Pretrained(name, architecture, options, [category.name for category in categories], detector.state_dict())
