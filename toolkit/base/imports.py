@@ -33,100 +33,69 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
         ) from error
 
 
-def import_without(module: str, hidden: str) -> None:
-    """Import `module` as if the optional module `hidden` were not installed.
+def import_lightly(module: str) -> None:
+    """Import torchvision or timm, but not what they import and most runs do not use: torch's compiler, and wandb.
 
-    If `hidden` is imported already, `module` can use it. Later imports of `hidden` are unaffected. torch's compiler is
-    not imported for `module`, see `compiler_when_used`.
-    """
-    if hidden in sys.modules:
-        importlib.import_module(module)
-        return
-    sys.modules[hidden] = None
-    try:
-        with compiler_when_used():
-            importlib.import_module(module)
-    finally:
-        del sys.modules[hidden]
+    The compiler, `torch._dynamo`, takes nearly a second and 150 MB of every process, wandb 0.4 s. What is imported
+    already stays; what is not has a substitute as long as `module` is imported:
 
-
-def import_torchvision() -> None:
-    """Import torchvision as far as the toolkit always needs it, and without torch's compiler, which it seldom uses."""
-    with compiler_when_used():
-        importlib.import_module("torchvision.tv_tensors")
-
-
-@contextlib.contextmanager
-def compiler_when_used() -> Iterator[None]:
-    """Let modules that are imported inside the block mention torch's compiler, `torch._dynamo`, without importing it.
-
-    The compiler takes nearly a second and 100 MB of every process. torchvision and timm mention it in two ways, for
-    which there is a substitute inside the block:
-
-    - They exclude functions from compilation by `torch.compiler.disable`: here that imports the compiler only when
-      something is compiled.
-    - torchvision's `roi_align` takes a function from `torch._dynamo.utils`, for GPUs and `run.deterministic`: here the
-      function imports the compiler when it is called.
-
-    What uses the compiler in another way still imports it. If it is imported already, nothing is substituted.
+    - `torch.compiler.disable` is `disable_compiler`.
+    - torchvision takes a function from `torch._dynamo.utils`: here the function imports the compiler when it is called.
+    - wandb seems not to be installed.
     """
     import torch
 
-    if _COMPILER_UTILS in sys.modules:
-        yield
-        return
-    stand_in = _CompilerUtils(_COMPILER_UTILS)
-    sys.modules[_COMPILER_UTILS] = stand_in
     disable = torch.compiler.disable
-    torch.compiler.disable = functools.partial(_disable_when_compiling, disable)
+    substitutes: dict[str, ModuleType | None] = {"wandb": None}
+    if "torch._dynamo" not in sys.modules:
+        substitutes[_COMPILER_UTILS] = _CompilerUtils(_COMPILER_UTILS)
+        torch.compiler.disable = disable_compiler
+    absent = [name for name in substitutes if name not in sys.modules]
+    sys.modules.update({name: substitutes[name] for name in absent})
     try:
-        yield
+        importlib.import_module(module)
     finally:
         torch.compiler.disable = disable
-        if sys.modules.get(_COMPILER_UTILS) is stand_in:
-            del sys.modules[_COMPILER_UTILS]
+        for name in absent:
+            if sys.modules.get(name) is substitutes[name]:
+                sys.modules.pop(name, None)
 
 
 _COMPILER_UTILS = "torch._dynamo.utils"
 
 
 class _CompilerUtils(ModuleType):
-    """The stand-in of `compiler_when_used` for a module of the compiler."""
+    """The substitute for `torch._dynamo.utils` in `import_lightly`."""
+
+    @staticmethod
+    def is_compile_supported(device_type: str) -> bool:
+        return importlib.import_module(_COMPILER_UTILS).is_compile_supported(device_type)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what the import machinery asks of a module
             raise AttributeError(name)
-        if name == "is_compile_supported":
-            return _is_compile_supported
-        return getattr(_compiler_utils(), name)
+        if sys.modules.get(_COMPILER_UTILS) is self:  # another name than expected: the compiler is imported after all
+            del sys.modules[_COMPILER_UTILS]
+        return getattr(importlib.import_module(_COMPILER_UTILS), name)
 
 
-def _is_compile_supported(device_type: str) -> bool:
-    return _compiler_utils().is_compile_supported(device_type)
-
-
-def _compiler_utils() -> ModuleType:
-    """Import the module that `_CompilerUtils` stands for."""
-    if isinstance(sys.modules.get(_COMPILER_UTILS), _CompilerUtils):
-        del sys.modules[_COMPILER_UTILS]
-    return importlib.import_module(_COMPILER_UTILS)
-
-
-def _disable_when_compiling(
-    disable: Callable, function: Callable | None = None, recursive: bool = True, **options: Any
+def disable_compiler(
+    function: Callable | None = None, recursive: bool = True, *, reason: str | None = None
 ) -> Callable:
-    """Do what `disable`, torch.compiler.disable, does to a function, but import the compiler only when it is used."""
+    """Exclude a function from compilation, but import the compiler only when something is compiled.
+
+    The arguments are those of `torch.compiler.disable`, which imports it at once.
+    """
     import torch
 
-    if function is None or "torch._dynamo" in sys.modules:
-        return disable(function, recursive, **options)
-    disabled = torch._disable_dynamo(function, recursive)  # torch's own way for functions inside torch
+    if function is None:
+        return functools.partial(disable_compiler, recursive=recursive)
+    excluded = torch._disable_dynamo(function, recursive)  # torch's own way inside torch: the first call imports it
 
     @functools.wraps(function)
     def call(*values: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return disabled(*values, **named)
-        return function(*values, **named)
+        chosen = excluded if torch.compiler.is_compiling() else function
+        return chosen(*values, **named)
 
     return call
 
@@ -161,8 +130,7 @@ def importing() -> Iterator[None]:
     global _has_frozen
     modules_before = len(sys.modules)
     with gc_disabled():
-        with compiler_when_used():
-            yield
+        yield
         imports_much = len(sys.modules) - modules_before > 1000
         if imports_much or not _has_frozen:  # asking `gc` for it would walk through all frozen objects
             if not _has_frozen:

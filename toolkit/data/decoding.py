@@ -14,7 +14,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from toolkit.base.files import MAX_IMAGE_PIXELS
-from toolkit.base.imports import import_torchvision
+from toolkit.base.imports import import_lightly
 from toolkit.data.image_sources import Stored
 from toolkit.data.jpeg_scans import is_cut
 from toolkit.data.sixteen_bits import (
@@ -27,7 +27,7 @@ from toolkit.data.sixteen_bits import (
     to_8_bits,
 )
 
-import_torchvision()
+import_lightly("torchvision.tv_tensors")
 from torchvision.io import ImageReadMode, decode_jpeg  # noqa: E402 (after the line above, which makes it fast)
 
 JPEG_START = b"\xff\xd8\xff"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from toolkit import index
 from toolkit.base.errors import BadInput
-from toolkit.base.imports import import_without, importing, may_import
+from toolkit.base.imports import import_lightly, importing, may_import
 from toolkit.base.text import did_you_mean, escaped, shown
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def detector_class(architecture: str) -> type["Detector"]:
     """
     if architecture in index.DETECTORS:
         with importing():
-            import_without("timm", "wandb")  # timm imports it for its own training: a second of every start
+            import_lightly("timm")
             return index.load(index.DETECTORS[architecture][0])
     if ":" not in str(architecture):
         hint = did_you_mean(str(architecture), index.DETECTORS, written=repr)

@@ -25,7 +25,7 @@ from toolkit.base.errors import (
     as_sentences,
     check_environment,
 )
-from toolkit.base.imports import compiler_when_used, gc_disabled, trust_class
+from toolkit.base.imports import gc_disabled, trust_class
 from toolkit.base.text import lasting_console, plain_warnings
 from toolkit.models import DetectorOptions, options_class
 from toolkit.run.help import collect_groups, help_text, shown_path
@@ -163,7 +163,7 @@ def _file_of_script(default_config: Path, flags: Layer) -> Layer:
     """
     if not _is_own_data(flags):
         return read_file(default_config)
-    with gc_disabled(), compiler_when_used():
+    with gc_disabled():
         from toolkit.base.distributed import default_device  # torch, which takes seconds
 
     small = default_config.with_name("own_data_cpu.yaml")

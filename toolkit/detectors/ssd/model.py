@@ -14,6 +14,7 @@ from torchvision.models.detection.image_list import ImageList
 from toolkit.base.batch import normalize_images, rows_of, send
 from toolkit.base.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
+from toolkit.base.imports import disable_compiler
 from toolkit.detectors.ssd.criterion import SsdCriterion, anchor_scales, decode_offsets, level_anchors
 from toolkit.detectors.ssd.options import Ssd300Options, Ssdlite320Options, SsdliteOptions, SsdOptions
 from toolkit.models.backbones import (
@@ -199,7 +200,7 @@ class SSD(Detector):
                 return layer(feature.float())
         return layer(feature)
 
-    @torch.compiler.disable
+    @disable_compiler
     @torch.no_grad()
     def anchors(self, image_hw: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Return the A anchors (A, 4) cxcywh, as fractions of images of (h, w) pixels, and that size as a tensor (2,),
