@@ -2,8 +2,13 @@
 
 import io
 import json
+import multiprocessing
+import os
 import shutil
+import struct
+import sys
 import tarfile
+import tracemalloc
 import zipfile
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -173,7 +178,7 @@ def test_defects_name_the_place(shapes, tmp_path):
         decode_image(open_sources(image_dir[1]) / "nothing.jpg")
     stored = zipped(tmp_path / "stored.zip", {"a.jpg": b"12345678"}, zipfile.ZIP_STORED)
     stored.write_bytes(stored.read_bytes().replace(b"12345678", b"12345679"))
-    with pytest.raises(ImageError, match="damaged: length or checksum"):
+    with pytest.raises(ImageError, match="damaged: Bad CRC-32"):
         decode_image(open_sources(stored) / "a.jpg")
     zipped(tmp_path / "big.zip", {"big.jpg": bytes(2**26 + 17)})
     with pytest.raises(ImageError, match="more than the .* of any image of data.max_image_pixels"):
@@ -225,6 +230,45 @@ def test_places_that_cannot_be_are_told_together(tmp_path):
         assert name.split("/")[0] in told and words in told
     with pytest.raises(BadInput, match="an empty list"):
         open_sources([])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at the open files of the process")
+def test_a_forked_process_does_not_move_the_position_in_an_archive(tmp_path):
+    """The position in a file that was open before the fork belongs to both processes."""
+    contents = {str(number): bytes([number]) * 20_000 for number in range(9)}
+    file = zipped(tmp_path / "a.zip", contents, zipfile.ZIP_STORED)
+    opened = open_sources(file)
+    assert (opened / "0").read_bytes() == contents["0"]
+
+    def positions() -> list[int]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(file)]
+        return [os.lseek(int(link.name), 0, os.SEEK_CUR) for link in links]
+
+    def reading() -> None:
+        sys.exit((opened / "8").read_bytes() != contents["8"])
+
+    before = positions()
+    reader = multiprocessing.get_context("fork").Process(target=reading)
+    reader.start()
+    reader.join()
+    assert reader.exitcode == 0
+    assert positions() == before
+
+
+def test_no_more_of_a_member_is_unpacked_than_the_archive_says(tmp_path):
+    """A size that is wrong by a thousandfold is found without the memory for the content."""
+    file = zipped(tmp_path / "a.zip", {"a.jpg": bytes(2**26)})
+    directory = file.read_bytes().rindex(b"PK\1\2")
+    with open(file, "r+b") as archive:
+        archive.seek(directory + 24)  # the size unpacked
+        archive.write(struct.pack("<L", 2**16))
+    source = open_sources(file) / "a.jpg"
+    tracemalloc.start()
+    with pytest.raises(OSError, match="damaged: Bad CRC-32"):
+        source.read_bytes()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**20
 
 
 @settings(max_examples=25)
