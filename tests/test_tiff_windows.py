@@ -142,7 +142,8 @@ def test_what_cannot_be_decoded_in_parts_is_left_to_the_whole(tmp_path):
     for length in range(0, len(content), 97):
         file.write_bytes(content[:length])
         decode_tiff_window(file, window, (64, 64))  # whatever it returns, it raises nothing
-    for tags in ({274: 6}, {274: 3}):
+    xmp = b'<x xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>'
+    for tags in ({274: 6}, {274: 3}, {700: xmp}):
         Image.fromarray(noise(64, 64)).save(file, compression="tiff_lzw", tiffinfo={278: 8, **tags})
         assert decode_tiff_window(file, window, (64, 64)) is None, "a turned picture"
     Image.fromarray(noise(64, 64)).save(file, format="PNG")
