@@ -20,7 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.base.distributed import default_device
 from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.run.settings_file import save_config
 from toolkit.tools.arguments import Program, finite_number, whole_number
@@ -69,6 +68,8 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:
+    from toolkit.base.distributed import default_device  # takes seconds, so after parsing
+
     settings = resolved_settings(arguments.script, rest)
     largest = arguments.most
     why = "not tried"

@@ -11,7 +11,6 @@ import sys
 from toolkit.base.errors import exit_on_bad_input
 from toolkit.tools.arguments import Program
 from toolkit.tools.publish.card import LICENCE
-from toolkit.tools.publish.push import push, write_run_card
 
 
 @exit_on_bad_input
@@ -22,6 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hub.private", dest="private", action="store_true", help="make the hub repository private")
     parser.add_argument("--licence", default=LICENCE, help=f"of the weights, as the hub spells it (default {LICENCE})")
     arguments = parser.parse_args(argv)
+    from toolkit.tools.publish.push import push, write_run_card  # takes seconds, so after parsing
+
     if arguments.name is None:
         print(f"written: {write_run_card(arguments.run, arguments.licence)}")
     else:

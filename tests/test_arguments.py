@@ -8,14 +8,23 @@ import pytest
 
 from toolkit.tools.arguments import Program
 
-# By program: the function that gets what was parsed; files; flags with their values; where the files are, as what.
+# By program: the function that gets what was parsed.
+FUNCTIONS = {
+    "predict": "toolkit.tools.predict.program.predict",
+    "evaluate": "toolkit.tools.evaluate.evaluate",
+    "report": "toolkit.tools.report.program.report",
+    "export": "toolkit.tools.export.program.export",
+    "check_data": "toolkit.tools.doctor.program.check_data",
+    "sweep": "sweep.run_sweep",
+}
+# By program: files; flags with their values; where the files are, as what.
 PROGRAMS = {
-    "predict": ("predict", ["run", "a.jpg", "b.jpg"], [["--trust"], ["--out", "found"]], "images", ["a.jpg", "b.jpg"]),
-    "evaluate": ("evaluate", ["run", "fold"], [["--trust"], ["--expect.bbox_AP", "0.5"]], "run", ["run", "fold"]),
-    "report": ("report", ["run", "other"], [["--trust"], ["--out", "found"]], "sources", ["run", "other"]),
-    "export": ("export", ["run"], [["--trust"], ["--out", "found"], ["--formats", "onnx", "torch"]], "model", "run"),
-    "check_data": ("open_all", ["a", "b"], [["--anchors"], ["--json", "x"]], "source", ["a", "b"]),
-    "sweep": ("run_sweep", ["sweep.yaml"], [["--seed", "1"], ["--out", "found"]], "sweep", "sweep.yaml"),
+    "predict": (["run", "a.jpg", "b.jpg"], [["--trust"], ["--out", "found"]], "images", ["a.jpg", "b.jpg"]),
+    "evaluate": (["run", "fold"], [["--trust"], ["--expect.bbox_AP", "0.5"]], "run", ["run", "fold"]),
+    "report": (["run", "other"], [["--trust"], ["--out", "found"]], "sources", ["run", "other"]),
+    "export": (["run"], [["--trust"], ["--out", "found"], ["--formats", "onnx", "torch"]], "model", "run"),
+    "check_data": (["a", "b"], [["--anchors"], ["--json", "x"]], "source", ["a", "b"]),
+    "sweep": (["sweep.yaml"], [["--seed", "1"], ["--out", "found"]], "sweep", "sweep.yaml"),
 }
 
 
@@ -31,7 +40,7 @@ def parsed_by(program: str, words: list[str], monkeypatch):
     def stop(arguments, *rest):
         raise Parsed(arguments)
 
-    monkeypatch.setattr(script, PROGRAMS[program][0], stop)
+    monkeypatch.setattr(FUNCTIONS[program], stop)
     with pytest.raises(Parsed) as parsed:
         script.main(words)
     return parsed.value.args[0]
@@ -50,7 +59,7 @@ def orders(given: list[str], flags: list[list[str]]):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_files_and_flags_stand_in_any_order(program, monkeypatch):
-    _, given, flags, name, expected = PROGRAMS[program]
+    given, flags, name, expected = PROGRAMS[program]
     for words in orders(given, flags):
         if program == "export" and words.index("run") - words.index("--formats") == 3:
             continue  # it takes the run for a format

@@ -34,6 +34,7 @@ from toolkit.tools.doctor.near_duplicates import (
     signatures_of,
 )
 from toolkit.tools.doctor.pictures import ticks_of
+from toolkit.tools.doctor.program import data_settings
 from toolkit.tools.doctor.tile_advice import tile_advice
 from toolkit.tools.shapes import draw_scene, make_shapes
 
@@ -248,10 +249,10 @@ def test_the_ticks_of_sizes_are_plain_numbers():
 
 def test_a_settings_file_is_completed_by_its_own_script(check, tmp_path):
     for name in ("yolov3", "ssd"):
-        settings = check_data.data_settings(ROOT / "configs" / name / "own_data.yaml")
+        settings = data_settings(ROOT / "configs" / name / "own_data.yaml")
         assert settings.recipe == name and settings.multi_scale_pixels == (name == "ssd")
     (tmp_path / "config.yaml").write_text("data: {recipe: ssd, image_size: 32}")  # as a run writes it
-    assert check_data.data_settings(tmp_path / "config.yaml").recipe == "ssd"
+    assert data_settings(tmp_path / "config.yaml").recipe == "ssd"
 
 
 @needs_bccd

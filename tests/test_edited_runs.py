@@ -104,8 +104,9 @@ def said_by_all(run, monkeypatch, capsys, but=()):
     def rebuilt(*_):
         raise BadInput("the settings are read")
 
-    monkeypatch.setattr(replay, "load_report", lambda folder: ({"categories": []}, [], {}, {}))  # read before
-    monkeypatch.setattr(replay, "rebuild_detector", rebuilt)
+    replayed = "toolkit.tools.replay.program"
+    monkeypatch.setattr(f"{replayed}.load_report", lambda folder: ({"categories": []}, [], {}, {}))  # read before
+    monkeypatch.setattr(f"{replayed}.rebuild_detector", rebuilt)
     folder, out = str(run), ["--out", str(run / "out")]
     arguments = {evaluate: [folder], predict: [folder, str(ROOT / "tests"), *out], report: [folder, *out],
                  export: [folder, *out], replay: [str(run / "nan" / "step_000001" / "rank0")]}  # fmt: skip

@@ -28,13 +28,15 @@ from toolkit.base import imports
 from toolkit.base.errors import BadInput, as_sentences
 from toolkit.data.table import Category
 from toolkit.models import build_detector
-from toolkit.tools.export import check_exportable, export_detector, export_final, judge, operators
+from toolkit.tools.export import judge, operators
 from toolkit.tools.export.check import batches_agree, check_against_pytorch, compare_outputs
 from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported, write_onnx, write_program
 from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
 from toolkit.tools.export.grid_sampling import grid_sample_by_gather
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import PixelsToGraph, export_graph
+from toolkit.tools.export.request import ExportRequest
+from toolkit.tools.export.write import check_exportable, export_detector, export_final
 from toolkit.tools.predict.open import OwnDetector, open_predictor
 from toolkit.tools.predict.predict_split import SplitOptions, open_any
 from toolkit.tools.predict.prediction import own_predict, predict_with
@@ -432,7 +434,7 @@ def test_a_graph_that_cannot_be_exported_says_why(capsys):
         detector = build_detector("scene_graph", class_names=CLASSES, **options | more)
         assert words in detector.graph_obstacle()
     trained = OwnDetector("here", detector, CATEGORIES, None)
-    assert judge.write_relations(trained, None, Path("there"), judge.ExportRequest(), {}) == []
+    assert judge.write_relations(trained, None, Path("there"), ExportRequest(), {}) == []
     assert "the relations are not exported, the files have the detector alone: in predcls" in capsys.readouterr().out
 
 
@@ -443,7 +445,7 @@ def test_an_exported_graph_is_judged_by_its_recall(tmp_path):
     detector = build_detector("egtr", class_names=table.class_names, **options).eval()
     trained = OwnDetector("here", detector, table.categories, {"height": 64, "width": 64})
     problems = {}
-    torch_line, file_line = judge.write_relations(trained, table, tmp_path, judge.ExportRequest(), problems)
+    torch_line, file_line = judge.write_relations(trained, table, tmp_path, ExportRequest(), problems)
     assert not problems and (tmp_path / "graph.onnx").is_file() and torch_line["R@100"] is not None
     for name in ("R@20", "R@50", "R@100", "mR@100"):
         assert file_line[name] == pytest.approx(torch_line[name], abs=0.02)
@@ -480,7 +482,7 @@ def test_every_detector_as_every_file(detectors, tmp_path, name):
     size = {"shortest_edge": 70, "longest_edge": 200} if graph.sides == "any" else wide
     table = labelled(own_predict(graph.detector, size), tmp_path / "images")
     more = ["openvino"] if importlib.util.find_spec("openvino") else []
-    asked = judge.ExportRequest(["onnx", "torch", "fp16", *more], top_k=100)
+    asked = ExportRequest(["onnx", "torch", "fp16", *more], top_k=100)
     own = OwnDetector(name, detector, CATEGORIES, size)
     lines, problems = judge.write_and_check(own, table, tmp_path / "out", asked)
     refused = {"model.xml"} if name == "rf_detr" and more else set()  # OpenVINO's finds other boxes

@@ -37,6 +37,7 @@ from toolkit.run.open_run import open_run, open_script
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
+from toolkit.tools.predict.program import prediction_summary
 from toolkit.tools.predict.uncertain import write_uncertain
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.replay.nan_report import load_report
@@ -222,7 +223,7 @@ def test_names_of_files_in_the_list_to_label_next_are_no_formulas(name, tmp_path
 def test_names_of_classes_act_on_no_console():
     document = {"model": "m", "images": [{"detections": [{"category": "a\x1b[2J\n\u202eb"}]}], "score_threshold": 0.3,
                 "errors": []}  # fmt: skip
-    said = predict.prediction_summary(document, Path("found"))
+    said = prediction_summary(document, Path("found"))
     assert "\x1b" not in said and "\u202e" not in said and "1 a\\x1b[2J\\n\\u202eb" in said
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -79,6 +79,15 @@ print(*sys.modules)
 import gc
 print(gc.get_freeze_count(), gc.isenabled())
 """
+PARSED = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name).main(["--mistyped"])
+    except SystemExit as end:
+        print(name, "ends with", end.code)
+print(*sys.modules)
+"""
 # What was imported without torch's compiler has it when it is needed.
 COMPILER = """
 import sys
@@ -125,6 +134,18 @@ def test_a_start_does_not_wait_for_imports_that_its_first_step_does_not_need():
     needless = {"transformers", "datasets", "pandas", "scipy", "matplotlib", "wandb", "tensorboard", "h5py"}
     needless |= {"torch._dynamo", "torch.distributed.tensor", "sympy", "triton"}  # the compiler, and sharded weights
     assert "timm" in of_training and not needless & of_training
+
+
+def test_a_program_parses_its_flags_before_it_imports_what_takes_seconds():
+    paths = sorted((ROOT / "scripts").glob("*.py"))
+    names = [path.stem for path in paths if path.stem != "benchmark" and not path.stem.startswith("train_")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    command = [sys.executable, "-c", PARSED, *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    *ends, modules = done.stdout.splitlines()
+    assert ends == [f"{name} ends with 2" for name in names] and len(names) > 10
+    needless = {"torch", "accelerate", "transformers", "datasets", "pyarrow", "pandas", "matplotlib"}
+    assert "yaml" in modules.split() and not needless & set(modules.split())
 
 
 @pytest.mark.parametrize("program", [COMPILER, MORE_OF_THE_COMPILER])

@@ -39,6 +39,7 @@ from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import check_output_folder, clear_outputs, names_of_outputs, write_outputs
 from toolkit.tools.predict.predict_split import SplitOptions, open_any, split_arguments
 from toolkit.tools.predict.prediction import Predictor, as_image, from_report, input_hw, of_classes
+from toolkit.tools.predict.program import picture_names
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
@@ -85,7 +86,7 @@ def test_files_folders_and_patterns_each_file_once(folder):
 def test_pictures_of_one_name_do_not_replace_each_other(tmp_path):
     given = {tmp_path / name: Path(name).relative_to(Path(name).parts[0])
              for name in ("x/a.jpg", "y/a.jpg", "z/a.webp", "z/b/a.jpg", "x/a.png")}  # fmt: skip
-    names = [path.as_posix() for path in predict.picture_names(given).values()]
+    names = [path.as_posix() for path in picture_names(given).values()]
     assert names == ["pictures/a.jpg", "pictures/a_2.jpg", "pictures/a.png", "pictures/b/a.jpg", "pictures/a_2.png"]
 
 

@@ -11,13 +11,9 @@ from PIL import Image
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import loader_of_settings
-from toolkit.detectors.scene_graphs.formats import (
-    GRAPH_SUFFIXES,
-    graph_text,
-    relations_as_json,
-    without_graph_constraint,
-)
+from toolkit.detectors.scene_graphs.formats import graph_text, relations_as_json, without_graph_constraint
 from toolkit.run.settings import DataConfig
+from toolkit.tools.predict.choices import GRAPH_SUFFIXES
 
 
 def pictures(folder, names, size=(60, 40)):

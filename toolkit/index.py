@@ -116,8 +116,8 @@ TOOLS = {
     "shown": "toolkit.tools.report.evaluation_display:shown_evaluation",
     "report": "toolkit.tools.publish.push:report_and_card",
     "model_card": "toolkit.tools.publish.card:write_card",
-    "check_export": "toolkit.tools.export:check_exportable",
-    "export": "toolkit.tools.export:export_final",
+    "check_export": "toolkit.tools.export.write:check_exportable",
+    "export": "toolkit.tools.export.write:export_final",
     "check_push": "toolkit.tools.publish.push:check_push",
     "push": "toolkit.tools.publish.push:push",
 }

@@ -22,9 +22,9 @@ from toolkit.detectors.yolov3.targets import (
     yolov3_losses,
 )
 from toolkit.models import build_detector
-from toolkit.tools.export import export_detector
 from toolkit.tools.export.check import compare_outputs
 from toolkit.tools.export.exported_files import open_exported
+from toolkit.tools.export.write import export_detector
 
 from .measuring import in_turn, losses_against, random_target, row
 

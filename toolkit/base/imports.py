@@ -144,7 +144,6 @@ def importing() -> Iterator[None]:
 # (`.pt2`). Its author chooses what that code does, so each is refused until a person names it or gives `--trust`. See
 # docs/security.md.
 
-TRUST_HELP = "run the code that files name or are: they are yours, or of someone you trust"  # help of the flag --trust
 _trusted_classes: set[str] = set()
 _trusts_all = False
 

@@ -26,7 +26,6 @@ MAX_ID = 2**63 - 1
 TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
 MAX_EXACT_INTEGER = 2**53  # every whole number up to it has a float64 of its own
 MAX_AREA = 3e38  # the table's are float32
-CROWDS = ("ignore", "objects")  # values of `data.crowds`
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class Reading:
     keep_images_without_relations: whether the training data of Visual Genome keep images without relations, see
         `load_graphs`; other formats always keep them.
     masks: read the masks of objects too, see `toolkit.data.mask_checks`; False: they are not looked at.
-    crowds: one of `CROWDS`: "ignore" (boxes that the data mark as crowd regions stay such) or "objects" (they are taken
-        as single objects).
+    crowds: "ignore" (boxes that the data mark as crowd regions stay such) or "objects" (they are taken as single
+        objects).
     """
 
     image_dir: str | Path | Sequence[str] | ImageSources | None = None

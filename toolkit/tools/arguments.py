@@ -14,6 +14,7 @@ import yaml
 from toolkit.base.errors import BadInput
 from toolkit.base.files import parse_yaml
 from toolkit.base.text import shown
+from toolkit.data.choices import FORMATS
 
 
 class ShortUsage(argparse.RawDescriptionHelpFormatter):
@@ -174,6 +175,31 @@ class Folders(argparse.Action):
             return [str(folder) for folder in parse_yaml(text)]
         except yaml.YAMLError:
             parser.error(f"{option} {text}: expected a folder, or a list of folders such as [images, more.zip]")
+
+
+MAX_DETECTIONS_HELP = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
+IMAGE_DIR_HELP = "folder, archive or URL of the images, if not those of the run; may be repeated"
+TRUST_HELP = "run the code that files name or are: they are yours, or of someone you trust"
+# Flags of the scripts that open trained models, with their arguments for argparse.
+MODEL_FLAGS = {
+    "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
+    "--split": {"help": "annotation file or split instead of the run's validation data"},
+    "--image-dir": {"help": IMAGE_DIR_HELP},
+    "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
+    "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
+    "--max-detections": {"type": whole_number(1), "metavar": "N", "help": MAX_DETECTIONS_HELP},
+    "--trust": {"action": "store_true", "help": TRUST_HELP},
+}
+DATA_FLAGS = ("--image-dir", "--format", "--path")
+
+
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add the flags `names` of `MODEL_FLAGS` to a parser; those for data also under their names in training."""
+    for name in names:
+        if name in DATA_FLAGS:
+            add_data_flag(parser, name, **MODEL_FLAGS[name])
+        else:
+            parser.add_argument(name, **MODEL_FLAGS[name])
 
 
 def add_classes_flag(parser: argparse.ArgumentParser) -> None:

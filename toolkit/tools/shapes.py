@@ -30,7 +30,7 @@ from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.files import write_json
 from toolkit.base.outlines import outlines
 from toolkit.data.annotations import Reading
-from toolkit.data.formats import FORMATS
+from toolkit.data.choices import FORMATS
 from toolkit.data.formats.coco import read_coco
 from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import DetectionTable

@@ -11,7 +11,8 @@ from types import MappingProxyType, ModuleType
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
-from toolkit.data.annotations import CROWDS, Reading
+from toolkit.data.annotations import Reading
+from toolkit.data.choices import CROWDS, FORMATS, OF_FOLDERS_ALONE
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.annotated import UNSPLIT, split_of
 from toolkit.data.formats.look_alikes import about_look_alike
@@ -21,9 +22,7 @@ from toolkit.data.table import DetectionTable
 
 # Modules of the formats of folders in the order in which they are tried: the surest signs first.
 FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
-OF_FOLDERS_ALONE = ("voc", "yolo", "csv")
 WITH_MASKS = ("coco", "voc", "yolo", "hub", "shapes")
-FORMATS = ("auto", *index.READERS, *OF_FOLDERS_ALONE)
 MAX_UNUSED_NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
     "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "

@@ -11,7 +11,6 @@ from toolkit.evaluation.predictions import Detections
 
 MAX_RELATIONS = 100  # of one image, as recall counts
 OBJECT_KEYS = ("category", "bbox", "score")
-GRAPH_SUFFIXES = {"dot": ".dot", "networkx": ".json"}
 
 
 def without_graph_constraint(graph: Detections, count: int = MAX_RELATIONS) -> Detections:

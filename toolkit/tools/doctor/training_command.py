@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.base.distributed import default_device
 from toolkit.base.files import ROOT, parse_yaml
 from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
@@ -197,7 +198,6 @@ def recipe_for(asked: str | None) -> tuple[str, str, str]:
     """
     from huggingface_hub import constants
 
-    from toolkit.base.distributed import default_device  # imported here, so that `--help` does not need torch
     from toolkit.models.weights.pretrained import hub_answers
 
     why = ""

@@ -12,12 +12,13 @@ from torch import nn
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.tools.export import export_detector
 from toolkit.tools.export.check import OutputDifference, batches_agree, milliseconds
 from toolkit.tools.export.exported_files import ExportMetadata, open_exported, runner_of, write_openvino
 from toolkit.tools.export.graph import trace_hw
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph
+from toolkit.tools.export.request import EXPORTED_FILES, ExportRequest
+from toolkit.tools.export.write import export_detector
 from toolkit.tools.predict.open import OwnDetector
 from toolkit.tools.predict.prediction import (
     Predictor,
@@ -28,40 +29,10 @@ from toolkit.tools.predict.prediction import (
     resized,
 )
 
-EXPORTED_FILES = {
-    "onnx": "model.onnx",
-    "torch": "model.pt2",
-    "fp16": "model_fp16.onnx",
-    "openvino": "model.xml",
-    "int8": "model_int8.xml",
-}
 LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
 BENCHMARK_CASES = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
 EXAMPLES = 5  # images that a file is compared on
 CANDIDATES = 64  # first images of the data, from which those of one size are taken
-
-
-@dataclass
-class ExportRequest:
-    """The files to write, and how to judge them.
-
-    Attributes:
-        formats: keys of `EXPORTED_FILES`.
-        top_k, score_threshold, grid_sample: see `toolkit.tools.export.export_detector`.
-        calibration: number of images by which int8 is calibrated.
-        tolerance: largest accepted change of AP, or of R@100 of a scene graph, by the export.
-        int8_tolerance: largest accepted drop of AP in int8.
-        benchmark: measure the time of all `BENCHMARK_CASES`; False: only of one image with the threads of this process.
-    """
-
-    formats: Sequence[str] = ("onnx", "torch")
-    top_k: int | None = None
-    score_threshold: float = 0.3
-    grid_sample: bool = True
-    calibration: int = 100
-    tolerance: float = 0.001
-    int8_tolerance: float = 0.02
-    benchmark: bool = False
 
 
 @dataclass

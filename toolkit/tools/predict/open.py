@@ -2,7 +2,6 @@
 `toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from the run folder alone.
 """
 
-from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,6 @@ from torch import nn
 from toolkit.base.distributed import usable_device
 from toolkit.base.errors import BadInput
 from toolkit.base.files import near_names, read_json
-from toolkit.base.imports import TRUST_HELP
-from toolkit.data.formats import FORMATS
 from toolkit.data.pipeline import processor_size
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
@@ -31,23 +28,9 @@ from toolkit.models.final import (
 from toolkit.models.weights.pretrained import cached_when_offline, load_pretrained, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.tools.arguments import add_data_flag, whole_number
 from toolkit.tools.export.exported_files import MIN_TOP_K, open_exported
 from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
 
-MAX_DETECTIONS_HELP = "maximum number of detections of an image, over all classes (default: as the run evaluates)"
-IMAGE_DIR_HELP = "folder, archive or URL of the images, if not those of the run; may be repeated"
-# Flags of the scripts that open trained models, with their arguments for argparse.
-MODEL_FLAGS = {
-    "--weights": {"choices": ("model", "ema"), "help": "raw or averaged weights of a run"},
-    "--split": {"help": "annotation file or split instead of the run's validation data"},
-    "--image-dir": {"help": IMAGE_DIR_HELP},
-    "--format": {"choices": FORMATS, "help": "how to read other data than the run's (default auto)"},
-    "--path": {"help": "folder or hub name of another data set, of which --split is a split"},
-    "--max-detections": {"type": whole_number(1), "metavar": "N", "help": MAX_DETECTIONS_HELP},
-    "--trust": {"action": "store_true", "help": TRUST_HELP},
-}
-DATA_FLAGS = ("--image-dir", "--format", "--path")
 PUBLISHED_SUFFIXES = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
 MAX_LABELS = 1_000_000  # of a model of transformers, whose file may have any label
 REPORT_FILE = "report.json"  # in a run's report/: {"threshold": 0.42, "thresholds": {"cup": 0.37, ...}, ...}
@@ -71,16 +54,6 @@ class OwnDetector(NamedTuple):
     size: dict[str, int] | None
     max_detections: int = Detector.max_detections
     white: int | None = None
-
-
-def add_flags(parser: ArgumentParser, *names: str) -> None:
-    """Add the flags `names` of `MODEL_FLAGS` to a parser; those for data also under their names in training, such as
-    `--data.image_dir`."""
-    for name in names:
-        if name in DATA_FLAGS:
-            add_data_flag(parser, name, **MODEL_FLAGS[name])
-        else:
-            parser.add_argument(name, **MODEL_FLAGS[name])
 
 
 def open_predictor(

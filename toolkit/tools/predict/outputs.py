@@ -13,14 +13,14 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
 from toolkit.base.masks import areas
 from toolkit.data.table import LabelledImages
-from toolkit.detectors.scene_graphs.formats import GRAPH_SUFFIXES, graph_text
+from toolkit.detectors.scene_graphs.formats import graph_text
+from toolkit.tools.predict.choices import GRAPH_SUFFIXES
 from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
 
 # The files and folders that `scripts/predict.py` writes.
 OUTPUT_FILES = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv")
 OUTPUT_FILES += ("uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
 WITHOUT_MASKS = ("voc", "csv")  # formats that cannot hold masks
-OUTPUT_FORMATS = ("json", "jsonl", "coco", "yolo", "voc", "csv", *GRAPH_SUFFIXES)
 
 
 def write_outputs(

@@ -26,9 +26,9 @@ from toolkit.evaluation.predict_dataset import run_lengths
 from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined, selected_masks
 from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner
 from toolkit.tools.export.masks import ExportedMasks
+from toolkit.tools.predict.choices import DEFAULT_THRESHOLD
 
 IMAGES_PER_CHUNK = 8
-DEFAULT_THRESHOLD = 0.3
 NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
 
