@@ -21,6 +21,8 @@ ClosedUnitInterval = _ranged("ClosedUnitInterval", float, "a number from 0 to 1"
 # Of layers, threads and processes, which are made one by one: a larger number would take hours, or the machine.
 FewInt = _ranged("FewInt", int, "a whole number from 1 to 1000", lambda number: 1 <= number <= 1000)
 FewOrNoneInt = _ranged("FewOrNoneInt", int, "a whole number from 0 to 1000", lambda number: 0 <= number <= 1000)
+# Of epochs, whose steps are counted one by one.
+EpochsInt = _ranged("EpochsInt", int, "a whole number from 1 to 1,000,000", lambda number: 1 <= number <= 1_000_000)
 # Of channels and queries, whose squares are allocated.
 WidthInt = _ranged("WidthInt", int, "a whole number from 1 to 100,000", lambda number: 1 <= number <= 100_000)
 WidthOrNoneInt = _ranged(

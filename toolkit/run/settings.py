@@ -10,6 +10,7 @@ from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.number_types import (
     ClosedUnitInterval,
     Decay,
+    EpochsInt,
     FewInt,
     FewOrNoneInt,
     Magnification,
@@ -35,7 +36,7 @@ class RunConfig:
     """Name of the run and of its folder inside `run.output_dir`."""
     seed: NonNegativeInt = 0
     """Random seed for weight initialisation, data order, augmentation and dropout."""
-    epochs: PositiveInt = 10
+    epochs: EpochsInt = 10
     """Number of passes over the training data."""
     max_steps: PositiveInt | None = None
     """Maximum number of optimizer steps; training ends after them even if `run.epochs` would go on longer."""
