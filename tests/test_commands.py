@@ -104,7 +104,7 @@ def is_understood(command: str, words: list[str]) -> bool:
         with TemporaryDirectory() as folder:
             return detect.main([*words[1:-1], f"{folder}/{words[-1]}"]) == 0
     if words[0] == "detect":
-        return words[1] in ("where", "completion", "--version") and detect.main(words[1:]) == 0
+        return words[1] in ("where", "--version") and detect.main(words[1:]) == 0
     if words[0] == "pip":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         wanted = {name for names in re.findall(r"\[([\w,]+)\]", command) for name in names.split(",")}

@@ -183,7 +183,7 @@ def test_help_lists_every_script_with_what_it_does(capsys):
     (["trian"], 2, "did you mean train?"), (["train", "detrr"], 2, "did you mean detr?"),
     (["train"], 2, "needs one of detr, faster_rcnn"),
     (["where", "configs/detr/bcd.yaml"], 2, "mean configs/detr/bccd.yaml?"),
-    (["completion", "tcsh"], 2, "bash, zsh, fish"), (["copy", "train_dter", "mine.py"], 2, "did you mean train_detr?"),
+    (["copy", "train_dter", "mine.py"], 2, "did you mean train_detr?"),
     (["copy", "train_detr"], 2, "the path of the copy, such as mine.py"),
     (["copy", "train_detr", "mine.txt"], 2, "a name that ends in .py"),
     (["copy", "train_detr", "json.py"], 2, "would hide the module json"),
@@ -196,7 +196,7 @@ def test_words_are_answered(words, code, expected, capsys):
     assert expected in shown.err if code else shown.out == f"{expected}\n"
 
 
-@pytest.mark.parametrize("name", ["train", "copy", "where", "completion"])
+@pytest.mark.parametrize("name", ["train", "copy", "where"])
 def test_every_command_explains_itself(name, capsys):
     assert detect.main([name, "--help"]) == detect.main([name, "-h"]) == 0
     shown = capsys.readouterr()
@@ -214,39 +214,6 @@ def test_each_copy_has_the_settings_of_its_script_and_a_run_of_its_own(tmp_path,
         config.run.name = expected.run.name
         assert asdict(config) == asdict(expected)
         assert f"accelerate launch my_{name}.py" in copy.__doc__ and "scripts/train" not in copy.__doc__
-
-
-def test_completion(capsys):
-    for words, expected in {
-        "pre": ["predict"], "train y": ["yolov3"], "completion b": ["bash"],
-        "train detr --run.max_m": ["--run.max_minutes"], "predict runs/detr --over": ["--overlap", "--overwrite"],
-        "train ssd --model.inference_o": [],  # no setting
-        "copy train_s": ["train_sgg", "train_ssd"], "copy train_ssd m": [], "train detr --optim.lr 1e": [],
-    }.items():  # fmt: skip
-        assert detect.main(["complete", *words.split()]) == 0
-        assert capsys.readouterr().out.split() == expected, words
-
-
-ASKED = {  # what puts the words `detect train detr --run.max_m` before the completion of a shell
-    "bash": 'eval "$(detect completion bash)"; COMP_WORDS=(detect train detr --run.max_m); COMP_CWORD=3; _detect; '
-            'echo "${COMPREPLY[@]}"',
-    "zsh": 'compdef() { :; }; compadd() { shift; echo "$@"; }; eval "$(detect completion zsh)"; '
-           'words=(detect train detr --run.max_m); CURRENT=4; _detect',
-    "fish": 'detect completion fish | source; complete -C "detect train detr --run.max_m"',
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("shell", ASKED)
-def test_a_real_shell_completes(shell, tmp_path):
-    if shutil.which(shell) is None:
-        pytest.skip(f"no {shell}")
-    command = tmp_path / "detect"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from toolkit.tools.detect import main; "
-                       'sys.exit(main())\' "$@"\n')  # fmt: skip
-    command.chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-    done = subprocess.run([shell, "-c", ASKED[shell]], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.strip() == "--run.max_minutes"
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_settings_of_prediction_and_expected_metrics_are_checked_by_their_types(
 def commands_of_detect() -> list[Case]:
     """The command `detect` with each fault as its command, and as the first word of its own commands."""
     cases = []
-    for before in ((), ("train",), ("copy",), ("copy", "train_ssd"), ("where",), ("completion",)):
+    for before in ((), ("train",), ("copy",), ("copy", "train_ssd"), ("where",)):
         for fault, value in FAULTS.items():
             words = before if value is None else (*before, value)
             cases.append(Case(before[0] if before else "detect", fault, value, Call("toolkit.tools.detect", words)))

@@ -5,12 +5,11 @@
     detect copy train_detr mine.py             # a training script to change, and its configuration, mine.yaml
     detect where configs/detr/bccd.yaml        # the path of a file of this project, for a launcher or --config
     detect --version
-    eval "$(detect completion bash)"           # the Tab key knows commands, detectors and settings
 
 `detect` runs the file of the script itself, as `python` would, with the same flags. For several processes, give the
 file to a launcher: `torchrun --nproc_per_node 2 $(detect where scripts/train_detr.py)`.
 
-This module imports nothing slow, so that help and completion answer at once.
+This module imports nothing slow, so that help answers at once.
 """
 
 import ast
@@ -23,7 +22,7 @@ import tomllib
 from pathlib import Path
 
 from toolkit.base.errors import exit_on_bad_input
-from toolkit.base.files import PACKAGE, ROOT
+from toolkit.base.files import ROOT
 from toolkit.base.text import did_you_mean
 
 # Shorter names, and scripts that only serve developers.
@@ -38,26 +37,6 @@ PATH.yaml, which the copy reads.""",
     "where": """usage: detect where [FILE ...]
 
 Prints the path of a script or a configuration, such as configs/detr/bccd.yaml; without FILE, of all of them.""",
-    "completion": """usage: detect completion bash|zsh|fish
-
-Prints what makes the Tab key of that shell complete commands, detectors and settings:
-    eval "$(detect completion bash)\"""",
-}
-COMPLETION = {
-    "bash": """_detect() {
-    local IFS=$'\\n'
-    COMPREPLY=($(detect complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
-}
-complete -o default -F _detect detect""",
-    "zsh": """whence compdef > /dev/null || { autoload -U compinit && compinit }
-_detect() {
-    local -a found
-    found=("${(@f)$(detect complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if [[ -n $found ]]; then compadd -- $found; else _files; fi
-}
-compdef _detect detect""",
-    "fish": """complete -c detect -e
-complete -c detect -a '(detect complete (commandline -opc)[2..] "$(commandline -ct)" 2>/dev/null)'""",
 }
 
 
@@ -71,9 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"detection-toolkit {version()}")
         return 0
     name, *rest = words
-    builtins = {"copy": copy, "where": where, "completion": completion, "complete": complete}
+    builtins = {"copy": copy, "where": where}
     if name in builtins:
-        if rest and rest[0] in HELP_FLAGS and name in BUILTIN_HELP:
+        if rest and rest[0] in HELP_FLAGS:
             print(BUILTIN_HELP[name])
             return 0
         return builtins[name](rest)
@@ -86,11 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse("detect train needs one of", rest[0] if rest else "", detectors())
     if name in commands():
         return run_as_main(commands()[name], rest)
-    return _refuse(
-        "detect needs one of",
-        name,
-        ["train", *commands(), *list(builtins)[:-1]],
-    )
+    return _refuse("detect needs one of", name, ["train", *commands(), *builtins])
 
 
 def train_help() -> str:
@@ -125,7 +100,6 @@ def usage() -> str:
     lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in scripts.items()]
     lines.append(f"  detect {'copy':{width}}A script to change, and its configuration: detect copy train_detr mine.py")
     lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
-    lines.append(f"  detect {'completion':{width}}For the Tab key of a shell: {', '.join(COMPLETION)}.")
     return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
 
 
@@ -214,56 +188,6 @@ def where(words: list[str]) -> int:
         )
     print("\n".join(str(names[word]) for word in words))
     return 0
-
-
-def completion(words: list[str]) -> int:
-    if len(words) != 1 or words[0] not in COMPLETION:
-        return _refuse("detect completion needs one of", " ".join(words), list(COMPLETION))
-    print(COMPLETION[words[0]])
-    return 0
-
-
-def complete(words: list[str]) -> int:
-    """Print the possible completions of the last of `words`, one per line; nothing if it is a file or a value."""
-    *before, begun = words or [""]
-    if not before:
-        possible = ["train", *commands(), "copy", "where", "completion"]
-    elif before == ["train"]:
-        possible = detectors()
-    elif before == ["copy"]:
-        possible = [f"train_{name}" for name in detectors()]
-    elif before == ["completion"]:
-        possible = list(COMPLETION)
-    elif begun.startswith("-"):
-        possible = training_flags() if before[0] == "train" else flags(commands().get(before[0]))
-    else:
-        possible = []
-    print("\n".join(word for word in possible if word.startswith(begun)))
-    return 0
-
-
-def training_flags() -> list[str]:
-    """Return the flags of the training scripts, including the settings of every detector."""
-    sources = [("", PACKAGE / "run" / "settings.py")]
-    sources += [("model", path) for path in sorted(PACKAGE.rglob("options.py"))]
-    names = {"--config", "--help", "--print_config"}
-    for group, path in sources:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                name = group or node.name.removesuffix("Config").lower()
-                lines = (line for line in node.body if isinstance(line, ast.AnnAssign))
-                fields = (line for line in lines if "ClassVar" not in ast.unparse(line.annotation))
-                names |= {f"--{name}.{line.target.id}" for line in fields}
-    return sorted(names)
-
-
-def flags(script: Path | None) -> list[str]:
-    """Return the flags of a script, found in its calls of `add_argument` and `add_flags`; only `--help` for None."""
-    nodes = ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if script else ()
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    adding = [call for call in calls if ast.unparse(call.func).endswith(("add_argument", "add_flags"))]
-    given = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
-    return sorted({"--help", *(word for word in given if str(word).startswith("--"))})
 
 
 def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> int:
