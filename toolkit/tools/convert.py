@@ -1,4 +1,4 @@
-"""What `scripts/convert.py` does after parsing: reads all splits of a data set, and writes them in another format."""
+"""Reads all splits of a data set, and writes them in another format; `scripts/convert.py` parses the flags."""
 
 import argparse
 import logging

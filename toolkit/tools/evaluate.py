@@ -1,4 +1,4 @@
-"""What `scripts/evaluate.py` does after parsing: measures the predictions of runs, models and files."""
+"""Measures the predictions of runs, models and files; `scripts/evaluate.py` parses the flags."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What `scripts/check_data.py` does after parsing: reads the data, inspects them, and reports."""
+"""Reads data, inspects them and reports; `scripts/check_data.py` parses the flags."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""What `scripts/export.py` does after parsing: opens a detector and its data, and writes and checks the files."""
+"""Opens a detector and its data, and writes and checks its files; `scripts/export.py` parses the flags."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What `scripts/predict.py` does after parsing: predicts on images, videos and a camera, and writes the results."""
+"""Predicts on images, videos and a camera, and writes the results; `scripts/predict.py` parses the flags."""
 
 import argparse
 import sys

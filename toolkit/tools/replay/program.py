@@ -1,4 +1,4 @@
-"""What `scripts/replay.py` does after parsing: runs the batch of a report again, and says what breaks."""
+"""Runs the batch of a report again, and says what breaks; `scripts/replay.py` parses the flags."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `scripts/report.py` does after parsing: judges runs and predictions, and writes their page."""
+"""Judges runs and predictions, and writes their page; `scripts/report.py` parses the flags."""
 
 import argparse
 from pathlib import Path
