@@ -67,7 +67,7 @@ def test_a_run_on_tiles_is_judged_again_as_it_was(server, tiled, data, tmp_path)
         counts.append(json.loads((out / "predictions.json").read_text())["images"][0]["detections"])
     assert counts[0] == counts[1] != counts[2], "in the tiles of the run unless told otherwise"
     wrong = server.run(EVALUATE, [reference, "--tile", -3])
-    assert wrong.code == 2 and "--tile -3" in wrong.text
+    assert wrong.code == 2 and "argument --tile: -3: expected" in wrong.text
 
 
 def test_whole_pictures_of_several_sets_are_held_out_and_judged(server, script, settings, data, tmp_path):
