@@ -161,7 +161,7 @@ def test_settings_are_read_without_anything_heavy(path):
     """The command line imports them, and every one says in a sentence what it is."""
     tree = ast.parse(path.read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported <= {"dataclasses", "typing", "collections.abc", "toolkit.models"}
+    assert imported <= {"dataclasses", "typing", "collections.abc", "toolkit.models", "toolkit.base.number_types"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     explained = {"architecture"}  # by the base; a class that only changes a default says nothing again
     for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):

@@ -50,7 +50,7 @@ def test_a_class_that_is_no_detector_is_refused_before_anything_is_read():
         "fcos_detector:Fcos": "cannot be imported: fcos_detector has no Fcos; the nearest name is FCOS",
         "fcos_detector:FCOSOptions": "not a subclass",
         "nowhere:FCOS": "cannot be imported", "faster_rcn": "did you mean faster_rcnn",
-        "rt_detr_v2": "another script trains rt_detr_v2",
+        "rt_detr_v2": "train_detr.py trains it",
     }.items():  # fmt: skip
         with pytest.raises(BadInput, match=words):
             parse_config(Config, ["--model.architecture", architecture])
