@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flags import parser_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,6 +29,7 @@ from toolkit.run.metrics_log import read_metrics
 from toolkit.run.setting_types import format_value
 from toolkit.tools import anchors
 from toolkit.tools.arguments import inference_flags
+from toolkit.tools.doctor.program import data_settings
 from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.writers import write_folder
 
@@ -912,7 +914,7 @@ def test_values_that_yaml_lets_through_are_sentences(tmp_path, value):
     with pytest.raises(BadInput, match="other.yaml: cannot be read as YAML"):
         read_yaml(file, str(file))
     with pytest.raises(BadInput, match="expected a settings file of training"):
-        check_data.data_settings(str(file), "train_ssd")
+        data_settings(str(file), "train_ssd")
     with pytest.raises(BadInput, match="--model.nms_threshold .*: cannot be read as a value of a setting"):
         inference_flags(["--model.nms_threshold", value])
     folder = yolo(tmp_path / "data", {"a": "0 .5 .5 .2 .2"}, f"names: [a]\ntrain: images\nnc: {value}\n")
@@ -950,7 +952,7 @@ def test_a_step_that_is_not_a_number_of_steps_is_one_sentence(tmp_path, step):
 
 
 def test_flags_of_training_are_taken_by_the_other_scripts():
-    parser = check_data._parser()
+    parser = parser_of("check_data")
     options = parser.parse_args(["DIR", "--data.image_dir", "x", "--data.on_error", "drop", "--data.format", "yolo"])
     assert options == parser.parse_args(["DIR", "--image-dir", "x", "--on-error", "drop", "--format", "yolo"])
     assert options.image_dir == ["x"]
@@ -969,7 +971,7 @@ def test_every_flag_about_data_has_the_name_that_it_has_in_training_too(script, 
 
 
 def test_folders_of_images_are_given_one_by_one_or_as_settings_have_them(capsys):
-    parse = check_data._parser().parse_args
+    parse = parser_of("check_data").parse_args
     several = (["--image-dir", "a", "--data.image_dir", "b"], ["--data.image_dir", "[a, b]"], ["--image-dir", "a", "b"])
     for words in several:
         assert parse(["DIR", *words]).image_dir == ["a", "b"]

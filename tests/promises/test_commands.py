@@ -32,7 +32,7 @@ from inputs import (
 from toolkit.base.errors import BadInput
 from toolkit.index import DETECTORS
 from toolkit.run.command_line import parse_config
-from toolkit.run.settings_check import describe_type
+from toolkit.run.setting_types import describe_type
 from toolkit.tools import detect
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="its calls are forked")
