@@ -10,7 +10,7 @@ from itertools import chain
 
 UNSAID = object()  # `kpt_shape` if data.yaml does not mention it
 VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
-MAX_FRACTION = 2.0  # a larger number is no slip of a box at the border
+MAX_FRACTION = 2.0  # a larger number is not a slip of a box at the border
 REMEDY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
 ROTATED = (
     "the fifth number of a line is neither a confidence from 0 to 1 nor a track: boxes may be turned by it; expected a "
