@@ -21,6 +21,8 @@ from toolkit.step.execution import (
 
 PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"  # which torch.compile captures in less time
 
+SHOWN = {"no": "float32", "bf16": "bf16"}  # what the console calls a precision
+
 
 def losses(run) -> list[dict]:
     return [{key: row[key] for key in row if key.startswith("train/loss")} for row in training_rows(run.folder)]
@@ -31,7 +33,7 @@ def test_the_choice_is_a_rule_recorded_and_kept(server, script, settings, tmp_pa
     first = server.run(script, [*args, "--run.precision", "auto", "--run.name", "auto"]).ok()
     chosen = "bf16" if cpu_computes_in_bf16() else "no"
     has = "has" if cpu_computes_in_bf16() else "has no"
-    assert f"precision: {chosen} (run.precision auto: this CPU {has} instructions for bfloat16)" in first.text
+    assert f"precision: {SHOWN[chosen]} (run.precision auto: this CPU {has} instructions for bfloat16)" in first.text
     config = yaml.safe_load((first.folder / "config.yaml").read_text())
     assert config["run"]["precision"] == chosen
 
@@ -43,8 +45,7 @@ def test_the_choice_is_a_rule_recorded_and_kept(server, script, settings, tmp_pa
     (first.folder / "config.yaml").write_text(yaml.safe_dump(config))
     more = ["--run.precision", "auto", "--run.name", "auto", "--run.max_steps", 3, "--run.resume_schedule", "new"]
     resumed = server.run(script, [*args, *map(str, more)]).ok()
-    shown = {"no": "float32", "bf16": "bf16"}[other]
-    assert f"precision: {shown} (the run so far)" in resumed.text and "run.precision auto" not in resumed.text
+    assert f"precision: {SHOWN[other]} (the run so far)" in resumed.text and "run.precision auto" not in resumed.text
     assert yaml.safe_load((first.folder / "config_2.yaml").read_text())["run"]["precision"] == other
 
 
