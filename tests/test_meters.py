@@ -13,9 +13,7 @@ from toolkit.base.errors import BadInput
 from toolkit.run.log import Log
 from toolkit.step.meters import (
     METER_KINDS,
-    Averages,
     Meters,
-    MomentumMeter,
     SmoothedValue,
     StepTimer,
     machine_figures,
@@ -25,10 +23,9 @@ from toolkit.step.meters import (
 
 def test_an_empty_meter_is_nan_and_can_be_shown():
     # timm met the division by zero in the same class; DETR's original still has it
-    for meter in (SmoothedValue(), MomentumMeter(0.9)):
+    for meter in (SmoothedValue(), SmoothedValue(momentum=0.9)):
         assert "nan" in str(meter)
     assert all(math.isnan(getattr(SmoothedValue(), name)) for name in ("median", "avg", "global_avg", "max", "value"))
-    assert math.isnan(MomentumMeter().mean)
     assert StepTimer().row(10) == {}
 
 
@@ -41,34 +38,48 @@ def test_each_meter_by_hand():
     meter.update(1.0, n=3)  # weighs in the global average only
     meter.update(5.0, n=1)
     assert (meter.global_avg, meter.avg, meter.count) == (2.0, 3.0, 4)
-    meter = MomentumMeter(0.5)
+    meter = SmoothedValue(momentum=0.5)
     for value in (8.0, 4.0, 2.0):
         meter.update(value)
-    assert meter.mean == pytest.approx((0.25 * 8 + 0.5 * 4 + 2) / 1.75)
+    assert meter.global_avg == pytest.approx((0.25 * 8 + 0.5 * 4 + 2) / 1.75)
 
 
-def meters_of_every_kind():
-    return Meters(lr=SmoothedValue(window_size=1, fmt="{value:.6f}"), smooth=MomentumMeter(0.98))
+def test_meters_continue_from_json_as_if_never_stopped():
+    def make():
+        return Meters(lr=SmoothedValue(window_size=1, fmt="{value:.6f}"), smooth=SmoothedValue(momentum=0.98))
 
-
-@pytest.mark.parametrize("make", [meters_of_every_kind, Averages])
-def test_meters_and_averages_continue_from_json_as_if_never_stopped(make):
-    whole, first, second = make(), make(), make()
-    if make is not Averages:
-        second["stale"] = SmoothedValue()
+    whole = make()
+    first = make()
+    second = make()
+    second["stale"] = SmoothedValue()
+    kept = []
     for i in range(30):
-        # the averages skip what is not there in a step
-        row = {"loss": 1 / (i + 3), "lr": 0.1**i} | ({"smooth": i / 7} if i % 3 else {})
-        whole.update(row)
+        row = {"loss": 1 / (i + 3), "lr": 0.1**i}
+        if i % 3:  # a name may be missing in a step
+            row["smooth"] = i / 7
+            kept.append(i / 7)
+        whole.add(row, n=i + 1)
         if i == 13:
             second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        (first if i < 13 else second).update(row)
+        continued = first if i < 13 else second
+        continued.add(row, n=i + 1)
     assert second.state_dict() == whole.state_dict()
-    if make is Averages:
-        kept = [i / 7 for i in range(30) if i % 3]
-        assert second.means() == whole.means() and whole.means()["smooth"] == pytest.approx(sum(kept) / len(kept))
-    else:
-        assert str(second) == str(whole)
+    assert str(second) == str(whole)
+    weights = [0.98 ** (len(kept) - 1 - place) * (i + 1) for place, i in enumerate(i for i in range(30) if i % 3)]
+    expected = sum(weight * value for weight, value in zip(weights, kept, strict=True)) / sum(weights)
+    assert second.means()["smooth"] == pytest.approx(expected)
+
+
+def test_meters_of_older_checkpoints_are_read():
+    """Averages of an epoch were pairs, and a mean with momentum was a class of its own."""
+    meters = Meters()
+    of_before = {"fmt": "{value:.4f} ({mean:.4f})", "momentum": 0.5, "value": 2.0, "sum": 6.0, "count": 1.75}
+    plain = {"fmt": "{median:.4f} ({global_avg:.4f})", "window_size": 20, "window": [3.0], "total": 9.0, "count": 3}
+    meters.load_state_dict({"average": [10.0, 4], "momentum": of_before, "plain": plain})
+    assert meters.means() == {"average": 2.5, "momentum": 6.0 / 1.75, "plain": 3.0}
+    assert str(meters.momentum) == "2.0000 (3.4286)"
+    meters.update({"momentum": 1.0, "average": 5.0})
+    assert meters.means() == {"average": 3.0, "momentum": 4.0 / 1.875, "plain": 3.0}
 
 
 def test_each_kind_smooths_as_its_original():
@@ -81,8 +92,12 @@ def test_each_kind_smooths_as_its_original():
         shown[kind] = str(meters["loss"])
         smoothed[kind] = meters.smoothed("loss")
     assert smoothed == {
-        "epoch_median": 2.0, "run_median": 2.0, "epoch_mean": 4.0, "run_mean": 4.0, "momentum": meters["loss"].mean,
-    }  # fmt: skip
+        "epoch_median": 2.0,
+        "run_median": 2.0,
+        "epoch_mean": 4.0,
+        "run_mean": 4.0,
+        "momentum": meters["loss"].global_avg,
+    }
     assert shown["epoch_median"] == shown["run_median"] == "2.0000 (4.0000)"
     assert shown["epoch_mean"] == shown["run_mean"] == "9.0000 (4.0000)"
     assert meters["loss"].momentum == 0.5  # 1 - 1 / steps of an epoch, as in seamseg

@@ -150,7 +150,7 @@ def test_the_first_and_the_last_step_of_an_epoch_have_a_line(tmp_path, capsys):
     t.plan = Plan(sampler, t.plan.schedule, 11, steps_per_epoch=4, warmup_steps=50)
     t.log = Log(True, steps_per_epoch=4, log_every=5)
     t.log.start(SimpleNamespace(log=rows.append), {}, 0, t.plan.total_steps)
-    t.log.averages.update = lambda values, n: images.append(n)
+    t.log.averages.add = lambda values, n: images.append(n)
     for t.step in range(1, 12):
         t.sampler.advance_batches(1)
         note_step(t)
@@ -453,7 +453,7 @@ def test_killed_before_its_last_evaluation_it_ends_with_the_same_state(tmp_path,
         t.validation.loader, t.validation.pictures = [NOTHING], 0
         t.validation.evaluator = SimpleNamespace(evaluate=lambda found: {"bbox_AP": 0.5}, describe=lambda *_: "")
         t.log.writer = SimpleNamespace(log=lambda row: None, folder=t.folder, state_dict=lambda: NO_ROWS)
-        t.log.averages.update({"loss": 4.0})
+        t.log.averages.add({"loss": 4.0})
         t.log.epoch_steps, t.step = batches, 10
         t.sampler.advance_batches(batches)
         save(t)

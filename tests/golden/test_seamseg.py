@@ -24,7 +24,7 @@ from toolkit.detectors.faster_rcnn.criterion import (
     roi_losses,
     rpn_losses,
 )
-from toolkit.step.meters import MomentumMeter
+from toolkit.step.meters import SmoothedValue
 from toolkit.step.schedules import Schedule, lr_factor
 
 RTOL = 1e-5
@@ -62,12 +62,12 @@ def test_momentum_meters(golden, meter_case):
     sequence, value, mean, total = (data[f"{meter_case}/{k}"] for k in ("sequence", "value", "mean", "sum"))
     count, momentum = data[f"{meter_case}/count"], float(data[f"{meter_case}/momentum"])
     columns = sequence.reshape(len(sequence), -1)
-    meters = [MomentumMeter(momentum) for _ in range(columns.shape[1])]
-    assert data[f"{meter_case}/mean_before_first_update"] == 0 and np.isnan(meters[0].mean)
+    meters = [SmoothedValue(momentum=momentum) for _ in range(columns.shape[1])]
+    assert data[f"{meter_case}/mean_before_first_update"] == 0 and np.isnan(meters[0].global_avg)
     for i, row in enumerate(columns):
         for meter, number in zip(meters, row, strict=True):
             meter.update(number)
-        for key, expected in (("value", value), ("mean", mean), ("sum", total)):
+        for key, expected in (("value", value), ("global_avg", mean), ("total", total)):
             ours = np.array([getattr(meter, key) for meter in meters]).reshape(sequence.shape[1:])
             np.testing.assert_allclose(ours, expected[i], rtol=RTOL, err_msg=f"{key} after update {i}")
         assert meters[0].count == pytest.approx(count[i], rel=RTOL)

@@ -25,7 +25,7 @@ from toolkit.run.console import (
 from toolkit.run.folder import attempt
 from toolkit.run.writer import RunWriter
 from toolkit.step.execution import GraphCount
-from toolkit.step.meters import Averages, MomentumMeter, StepTimer, make_meters
+from toolkit.step.meters import Meters, StepTimer, make_meters
 from toolkit.step.schedules import is_time
 
 
@@ -46,7 +46,8 @@ class Log:
         self.meter_kind = meters
         self.steps_per_epoch = steps_per_epoch
         self.log_every = log_every
-        self.meters, self.averages = make_meters(meters, steps_per_epoch), Averages()
+        self.meters = make_meters(meters, steps_per_epoch)
+        self.averages = Meters()  # of the epoch
         self.timer, self.graphs = StepTimer(), GraphCount()
         self.epoch_s = 0.0
         self.epoch_steps = 0
@@ -135,13 +136,16 @@ class Log:
         # Norms of groups are measured for rows alone: a mean of theirs would be one of other steps than the total's.
         of_every_step = {name: value for name, value in values.items() if not name.startswith("grad_norm/")}
         self.meters.add(noted)
-        self.averages.update(of_every_step, images)
+        self.averages.add(of_every_step, images)
         self.status["step"] = step
         progress = Progress(step, total_steps, epoch, self.steps_per_epoch, self.recut)
         self._show_on_bar(progress)
         if has_row:
-            losses = {k: m for k, m in self.meters.items() if k.startswith("loss") and not k.endswith("_unscaled")}
-            means = {f"train/mean/{k}": m.mean for k, m in losses.items() if isinstance(m, MomentumMeter)}
+            means = {}
+            if self.meter_kind == "momentum":
+                for name, mean in self.meters.means().items():
+                    if name.startswith("loss") and not name.endswith("_unscaled"):
+                        means[f"train/mean/{name}"] = mean
             times = self.timer.row(total_steps - step)
             if times:
                 times["time/eta_s"] = min(times["time/eta_s"], seconds_left)

@@ -1,4 +1,4 @@
-"""Meters for the console: smoothed values, running averages, the timing of a step, the load of the machines.
+"""Meters for the console: smoothed values, the timing of a step, the load of the machines.
 
 Update meters with the values that `reduce_dict` returned: those are equal on every rank, so the meters are too and need
 no synchronisation.
@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -26,27 +26,32 @@ Item = TypeVar("Item")
 class SmoothedValue:
     """A series of numbers with statistics of its last `window_size` values and of all values.
 
-    It is the class of this name in facebookresearch/detr, `util/misc.py`.
+    It is the class of this name in facebookresearch/detr, `util/misc.py`. With a momentum below 1, `global_avg` is the
+    mean of seamseg's `AverageMeter`: sum_i momentum^(n-i) value_i / sum_i momentum^(n-i).
 
     Every statistic of an empty series is NaN.
 
     Args:
         window_size: number of values that `median`, `avg` and `max` use.
         fmt: the format of `str`, with the fields median, avg, global_avg, max and value.
+        momentum: each value counts this many times as much as the next one in `global_avg`; 1: all count alike.
     """
 
-    def __init__(self, window_size: int = 20, fmt: str = "{median:.4f} ({global_avg:.4f})"):
+    def __init__(
+        self, window_size: int = 20, fmt: str = "{median:.4f} ({global_avg:.4f})", momentum: float = 1.0
+    ):
         self.fmt = fmt
         self.window: deque[float] = deque(maxlen=window_size)
+        self.momentum = momentum
         self.total = 0.0
-        self.count = 0
+        self.count = 0.0
 
     def update(self, value: float, n: int = 1) -> None:
         """Add a value that stands for `n` items; `n` is a weight in `global_avg` only."""
         value = float(value)
         self.window.append(value)
-        self.count += n
-        self.total += value * n
+        self.count = self.count * self.momentum + n
+        self.total = self.total * self.momentum + value * n
 
     @property
     def median(self) -> float:
@@ -63,7 +68,7 @@ class SmoothedValue:
 
     @property
     def global_avg(self) -> float:
-        """The mean of all values."""
+        """The mean of all values, weighted by `momentum`."""
         return self.total / self.count if self.count else math.nan
 
     @property
@@ -86,6 +91,7 @@ class SmoothedValue:
             "fmt": self.fmt,
             "window_size": self.window.maxlen,
             "window": list(self.window),
+            "momentum": self.momentum,
             "total": self.total,
             "count": self.count,
         }
@@ -93,46 +99,12 @@ class SmoothedValue:
     def load_state_dict(self, state: Mapping) -> None:
         self.window = deque(state["window"], maxlen=state["window_size"])
         self.fmt = state["fmt"]
+        self.momentum = state["momentum"]
         self.total = state["total"]
         self.count = state["count"]
 
 
-class MomentumMeter:
-    """An average in which each value counts `momentum` times as much as the next (`AverageMeter` of seamseg).
-
-    mean = sum_i momentum^(n-i) value_i / sum_i momentum^(n-i); momentum 1 is the plain average. NaN when empty.
-    """
-
-    _STATE = ("fmt", "momentum", "value", "sum", "count")
-
-    def __init__(self, momentum: float = 1.0, fmt: str = "{value:.4f} ({mean:.4f})"):
-        self.momentum = momentum
-        self.fmt = fmt
-        self.value = math.nan
-        self.sum = 0.0
-        self.count = 0.0
-
-    def update(self, value: float) -> None:
-        self.value = float(value)
-        self.sum = self.sum * self.momentum + self.value
-        self.count = self.count * self.momentum + 1.0
-
-    @property
-    def mean(self) -> float:
-        return self.sum / self.count if self.count else math.nan
-
-    def __str__(self) -> str:
-        return self.fmt.format(value=self.value, mean=self.mean)
-
-    def state_dict(self) -> dict:
-        return {key: getattr(self, key) for key in self._STATE}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        for key in self._STATE:
-            setattr(self, key, state[key])
-
-
-class Meters(dict[str, SmoothedValue | MomentumMeter]):
+class Meters(dict[str, SmoothedValue]):
     """Meters by name, made on first use; `str` joins them as DETR's `MetricLogger` does.
 
         meters = Meters(delimiter="  ")
@@ -148,23 +120,23 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         meters: by name, as for a dict.
 
     new: attribute, the function that makes a meter for a new name; see `make_meters`.
-    statistic: attribute, the name of the property of a `SmoothedValue` that `smoothed` returns.
+    statistic: attribute, the name of the property of the meters that `smoothed` returns.
     """
 
-    new: Callable[[], SmoothedValue | MomentumMeter] = SmoothedValue
+    new: Callable[[], SmoothedValue] = SmoothedValue
     statistic: str = "median"
 
-    def __init__(self, *meters, delimiter: str = "  ", **more: SmoothedValue | MomentumMeter):
+    def __init__(self, *meters, delimiter: str = "  ", **more: SmoothedValue):
         super().__init__(*meters, **more)
         self.delimiter = delimiter
         self.updates = 0
 
-    def __getattr__(self, name: str) -> SmoothedValue | MomentumMeter:
+    def __getattr__(self, name: str) -> SmoothedValue:
         if name.startswith("__") or name not in self:
             raise AttributeError(f"the meter {name!r} does not exist; there are {', '.join(self) or 'none yet'}")
         return self[name]
 
-    def add_meter(self, name: str, meter: SmoothedValue | MomentumMeter) -> None:
+    def add_meter(self, name: str, meter: SmoothedValue) -> None:
         """Set the meter of a name, to give it another window or format than a meter made on first use."""
         self[name] = meter
 
@@ -204,23 +176,21 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         self.updates += 1
         self.add({**(values or {}), **more})
 
-    def add(self, values: Mapping[str, float]) -> None:
-        """Add one value to the meter of each name, without counting an update."""
+    def add(self, values: Mapping[str, float], n: int = 1) -> None:
+        """Add one value, which stands for `n` items, to the meter of each name, without counting an update."""
         for name, value in values.items():
             if name not in self:
                 is_last_value = name == "class_error"  # as in DETR
                 self[name] = SmoothedValue(1, "{value:.2f}") if is_last_value else self.new()
-            self[name].update(value)
+            self[name].update(value, n)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of all values of each meter, by its name."""
+        return {name: meter.global_avg for name, meter in self.items()}
 
     def smoothed(self, name: str) -> float:
-        """Return one value for the meter of a name.
-
-        This is the mean of a `MomentumMeter`, the last value of a `SmoothedValue` with a window of 1, and the property
-        `statistic` of any other `SmoothedValue`.
-        """
+        """Return one value for the meter of a name: its `statistic`, or with a window of 1 its last value."""
         meter = self[name]
-        if isinstance(meter, MomentumMeter):
-            return meter.mean
         if meter.window.maxlen == 1:
             return meter.value
         return getattr(meter, self.statistic)
@@ -235,10 +205,27 @@ class Meters(dict[str, SmoothedValue | MomentumMeter]):
         """Restore the meters of `state` in their order, and remove all others."""
         self.clear()
         for name, meter_state in state.items():
-            self[name] = SmoothedValue() if "window" in meter_state else MomentumMeter()
-            self[name].load_state_dict(meter_state)
+            self[name] = SmoothedValue()
+            self[name].load_state_dict(_as_now(meter_state))
 
 
+def _as_now(state: Mapping | Sequence) -> Mapping:
+    """Return the state of a meter as `SmoothedValue` has it, also of a checkpoint from before it had a momentum.
+
+    Then the averages of an epoch were (total, count), and a mean with momentum had `sum` and its last value.
+    """
+    if not isinstance(state, Mapping):
+        total, count = state
+        state = {"total": total, "count": count, "value": total / count}
+    if "sum" in state:
+        state = {**state, "total": state["sum"]}
+    last = [state["value"]] if "value" in state else []
+    of_class = SmoothedValue().state_dict()
+    now = {**of_class, "window": last, **{key: state[key] for key in of_class if key in state}}
+    return {**now, "fmt": now["fmt"].replace("{mean", "{global_avg")}
+
+
+LAST_AND_MEAN = "{value:.4f} ({global_avg:.4f})"  # a format of meters
 METER_KINDS = ("epoch_median", "run_median", "epoch_mean", "run_mean", "momentum")
 
 
@@ -246,49 +233,22 @@ def make_meters(kind: str, steps_per_epoch: int) -> Meters:
     """Return empty meters with the smoothing of one of the original programs.
 
     kind: epoch_median (DETR) and run_median (Scene-Graph-Benchmark): median of the last 20 steps. epoch_mean (CVNets)
-        and run_mean (GluonCV): mean of all steps. momentum (seamseg): a `MomentumMeter` with momentum 1 - 1 /
-        steps_per_epoch. The caller clears the meters of the kinds epoch_median and epoch_mean after each epoch.
+        and run_mean (GluonCV): mean of all steps. momentum (seamseg): mean with momentum 1 - 1 / steps_per_epoch. The
+        caller clears the meters of the kinds epoch_median and epoch_mean after each epoch.
 
     Raises BadInput: an unknown kind.
     """
+    if kind not in METER_KINDS:
+        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(METER_KINDS)}")
     meters = Meters()
     if kind == "momentum":
-        meters.new = partial(MomentumMeter, 1.0 - 1.0 / max(steps_per_epoch, 1))
-    elif kind.endswith("mean"):
-        meters.new = partial(SmoothedValue, fmt="{value:.4f} ({global_avg:.4f})")
+        momentum = 1.0 - 1.0 / max(steps_per_epoch, 1)
+        meters.new = partial(SmoothedValue, fmt=LAST_AND_MEAN, momentum=momentum)
         meters.statistic = "global_avg"
-    elif kind not in METER_KINDS:
-        raise BadInput(f"run.meters is {kind!r}; expected one of {', '.join(METER_KINDS)}")
+    elif kind.endswith("mean"):
+        meters.new = partial(SmoothedValue, fmt=LAST_AND_MEAN)
+        meters.statistic = "global_avg"
     return meters
-
-
-class Averages:
-    """Weighted means of values by name over an epoch; a resume in the middle of the epoch gives the same means."""
-
-    def __init__(self):
-        self._sums: dict[str, tuple[float, int]] = {}
-
-    def update(self, values: Mapping[str, float], weight: int = 1) -> None:
-        """Add one value to each name; a name may be missing in a step that had nothing to count.
-
-        weight: the number of images of the step, so that a step with few images counts less.
-        """
-        for name, value in values.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = (total + weight * value, count + weight)
-
-    def means(self) -> dict[str, float]:
-        return {name: total / count for name, (total, count) in self._sums.items()}
-
-    def clear(self) -> None:
-        self._sums = {}
-
-    def state_dict(self) -> dict:
-        """Return a JSON-able and exact state."""
-        return {name: list(entry) for name, entry in self._sums.items()}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self._sums = {name: (total, count) for name, (total, count) in state.items()}
 
 
 class StepTimer:
