@@ -218,11 +218,29 @@ def loader_of_settings(
     blocks = blocks_of(table)
     if blocks is not None:
         _check_streamed(c, augmented)
-    pictures = None
     if c.tile is not None:
         table = windows_of_table(table, tiling_of(c))
-        pictures = table.picture_of_window
-    groups = aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None
+    sampler = _epoch_sampler(table, c, seed, sizes, blocks, augmented)
+    if augmented:
+        dataset = _augmented(table, transform, c, seed, masks)
+    else:
+        options = {"masks": masks, "boxes_from_masks": c.boxes_from_masks}
+        dataset = DetectionDataset(table, transform, seed, c.cache_images, least_size=least_size_of(c), **options)
+    return sampler, make_loader(dataset, sampler, c.workers, stride, pin)
+
+
+def _epoch_sampler(
+    table: DetectionTable,
+    c: Any,
+    seed: int,
+    sizes: VariableSizes | None,
+    blocks: np.ndarray | None,
+    augmented: bool,
+) -> EpochSampler:
+    """Return this rank's sampler of the training data, in which images count as often as the settings say.
+
+    sizes, blocks: see `EpochSampler`. augmented: False: every image once in an epoch.
+    """
     repeats = None
     strata = None
     if augmented:
@@ -233,25 +251,19 @@ def loader_of_settings(
             strata = table.set_of_image()
             repeats = set_repeats(strata, max(1, len(table.sets)), c.shares, repeats)
     rank, world_size = world()
-    sampler = EpochSampler(
+    return EpochSampler(
         len(table),
         c.batch_size_per_device,
         rank,
         world_size,
         seed,
-        groups=groups,
+        groups=aspect_ratio_groups(table.sizes_hw()) if c.group_by_aspect_ratio else None,
         sizes=sizes,
         repeats=repeats,
         blocks=blocks,
         strata=strata,
-        pictures=pictures,
+        pictures=table.picture_of_window if c.tile is not None else None,
     )
-    if augmented:
-        dataset = _augmented(table, transform, c, seed, masks)
-    else:
-        options = {"masks": masks, "boxes_from_masks": c.boxes_from_masks}
-        dataset = DetectionDataset(table, transform, seed, c.cache_images, least_size=least_size_of(c), **options)
-    return sampler, make_loader(dataset, sampler, c.workers, stride, pin)
 
 
 def tiling_of(c: Any) -> Tiling | None:
