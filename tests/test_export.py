@@ -31,12 +31,12 @@ from toolkit.models import build_detector
 from toolkit.tools.export import judge, operators
 from toolkit.tools.export.check import batches_agree, check_against_pytorch, compare_outputs
 from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported, write_onnx, write_program
-from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, make_graph, same_padding, trace, trace_hw
+from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, same_padding, trace, trace_hw
 from toolkit.tools.export.grid_sampling import grid_sample_by_gather
 from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import PixelsToGraph, export_graph
 from toolkit.tools.export.request import ExportRequest
-from toolkit.tools.export.write import check_exportable, export_detector, export_final
+from toolkit.tools.export.write import check_exportable, export_detector, export_final, make_graph
 from toolkit.tools.predict.open import OwnDetector, open_predictor
 from toolkit.tools.predict.predict_split import SplitOptions, open_any
 from toolkit.tools.predict.prediction import own_predict, predict_with

@@ -8,8 +8,7 @@ from toolkit.base.masks import areas, rles_of
 from toolkit.models import build_detector
 from toolkit.tools.export.check import check_against_pytorch, compare_outputs
 from toolkit.tools.export.exported_files import open_exported
-from toolkit.tools.export.graph import make_graph
-from toolkit.tools.export.write import export_detector
+from toolkit.tools.export.write import export_detector, make_graph
 from toolkit.tools.predict.open import open_predictor
 
 MASKED = {

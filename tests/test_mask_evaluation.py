@@ -28,10 +28,10 @@ from toolkit.data.pipeline import val_transform, validation_loader
 from toolkit.data.segmentations import shape_of
 from toolkit.data.table import Category, LabelledImages
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.coco_numbers import COCO_METRICS
 from toolkit.evaluation.draw import Mark, draw_marks, picture_of, picture_with_boxes
 from toolkit.evaluation.predict_dataset import memory_needed, predict_dataset
 from toolkit.evaluation.predictions import boxes_of, joined, write_predictions
+from toolkit.evaluation.shown_metrics import COCO_METRICS
 from toolkit.models import DetectorOptions, build_detector
 from toolkit.models.detector import Detector
 from toolkit.run.best import Best

@@ -92,7 +92,8 @@ def test_freezing_by_name():
 @pytest.mark.parametrize(("prefix", "hint"), [
     ("backbone", "did you mean model.model.backbone?"), ("bakbone", "did you mean model.model.backbone?"),
     ("backbone.1", "did you mean model.model.backbone.1?"), ("bakbone.1", "did you mean model.model.backbone.1?"),
-    ("backbone.9", "did you mean a name below model.model.backbone? model.model.backbone has: model.model.backbone.0"),
+    ("backbone.9", "did you mean model.model.backbone.2?"),
+    ("model.model.backbone.9", "model.model.backbone has: model.model.backbone.0, model.model.backbone.1"),
     ("model.backbone", "did you mean model.model.backbone?"), ("wheels", "the model has: model"),
     ("", "the model has: model"),
 ])  # fmt: skip

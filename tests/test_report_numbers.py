@@ -21,9 +21,10 @@ from toolkit.base.boxes import COLUMNS
 from toolkit.base.errors import BadInput
 from toolkit.evaluation import matches
 from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
+from toolkit.evaluation.coco_numbers import exact_numbers
 from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predictions import about_file, boxes_of, write_predictions
+from toolkit.evaluation.shown_metrics import COCO_METRICS
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.predict.predict_split import SplitOptions, open_predictions_file
 from toolkit.tools.predictions_file import read_predictions

@@ -11,10 +11,11 @@ from report_data import table_of
 from scripts.benches import scene_graph
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.egtr import largest_first
-from toolkit.detectors.scene_graphs.evaluator import grouped_recall, predicate_groups, zero_shot_triplets
+from toolkit.detectors.scene_graphs.evaluator import grouped_recall, predicate_groups
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.open_images_metrics import open_images_metrics
 from toolkit.detectors.scene_graphs.triplet_matches import best_combinations, boxes_of_objects, compact_graph
+from toolkit.detectors.scene_graphs.true_graphs import zero_shot_triplets
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 BOXES = np.asarray([[0, 0, 20, 20], [50, 50, 80, 80], [0, 60, 30, 90]], np.float32)

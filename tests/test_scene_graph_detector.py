@@ -23,7 +23,7 @@ from toolkit.data.sampling import SampleKey
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import RandomFlip
-from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator, true_graph
+from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.detectors.scene_graphs.frequency import log_frequencies
 from toolkit.detectors.scene_graphs.graph_pictures import correct_triplets
 from toolkit.detectors.scene_graphs.heads import RELATION_HEADS
@@ -41,6 +41,7 @@ from toolkit.detectors.scene_graphs.start import (
     start_from_words,
     start_scene_graph,
 )
+from toolkit.detectors.scene_graphs.true_graphs import true_graph
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector

@@ -16,7 +16,6 @@ from toolkit.data.annotations import Reading
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, DetectionTable
 from toolkit.data.table_cache import write_rows
-from toolkit.detectors.scene_graphs.evaluator import load_triplets
 from toolkit.detectors.scene_graphs.frequency import count_predicates, log_frequencies, table_graphs
 from toolkit.detectors.scene_graphs.readers import open_graphs
 from toolkit.detectors.scene_graphs.readers.visual_genome import (
@@ -25,6 +24,7 @@ from toolkit.detectors.scene_graphs.readers.visual_genome import (
     load_names,
     read_visual_genome,
 )
+from toolkit.detectors.scene_graphs.true_graphs import load_triplets
 
 STATS = Path(__file__).parent / "data" / "vg150_stats"
 VOCABULARY = json.loads((STATS / "vocab.json").read_text())

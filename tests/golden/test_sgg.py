@@ -34,8 +34,9 @@ from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.readers import visual_genome as vg
 from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, attribute_targets, object_mask
 from toolkit.detectors.scene_graphs.weights_scene_graph_benchmark import our_name
-from toolkit.evaluation.coco_numbers import COCO_METRICS, exact_numbers
+from toolkit.evaluation.coco_numbers import exact_numbers
 from toolkit.evaluation.matches import match_boxes
+from toolkit.evaluation.shown_metrics import COCO_METRICS
 from toolkit.models.weights.mapping import map_weights
 from toolkit.step.optim import gradient_norm, gradient_table, parameter_groups
 from toolkit.step.schedules import PlateauSchedule, lr_factor, warm_up

@@ -19,6 +19,7 @@ from toolkit.base.text import columns, metric_text, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
 from toolkit.evaluation.mask_matches import masks_of_truth, match_masks, named_by_mask
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match_boxes, match_predictions
+from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.evaluation.voc import voc_metrics
 
 BACKENDS = ("toolkit", "pycocotools")
@@ -116,17 +117,7 @@ class CocoEvaluator:
         scores: the result of `evaluate` for these predictions. step: optimizer steps that the detector was trained for;
         None: unknown.
         """
-        lines = [per_class_table(scores, self.table)]
-        kinds = ["bbox_AP", "bbox_AR"]
-        if "segm_AP" in scores:
-            kinds += ["segm_AP", "segm_AR"]
-        for kind in kinds:
-            of_masks = kind.startswith("segm_")
-            texts = ["masks:"] if of_masks else []
-            for name, value in scores.items():
-                if name.startswith(kind) and not (of_masks and "/" in name):
-                    texts.append(f"{name[len('bbox_') :]} {metric_text(value)}")
-            lines.append("  ".join(texts))
+        lines = [per_class_table(scores, self.table), *_lines_of_metrics(scores)]
         if not scores["bbox_AP"]:
             explain_zero_ap = index.tool("explain_zero_ap")
             reasons = explain_zero_ap(predictions, self.table, step)
@@ -256,6 +247,21 @@ def _impossible_boxes(truth: Boxes, table) -> list[str]:
             f"area {truth.area[i]:g}; expected x2 > x1, y2 > y1, a class in 0..{classes - 1}, area >= 0"
         )
     return sentences
+
+
+def _lines_of_metrics(scores: Mapping) -> list[str]:
+    """Return lines with the AP and with the AR of boxes, then of masks, if any.
+
+    The line with the AP of boxes also has that of the images of each data set that the table joins.
+    """
+    keys = [metric.key for metric in metrics_of([scores], "boxes", "masks")]
+    keys += [key for key in scores if key.startswith("bbox_AP/")]
+    lines: dict[str, list[str]] = {}
+    for key in keys:
+        start = key[: len("bbox_AP")]  # "segm_AP" of "segm_AP50": the line that it stands in
+        texts = lines.setdefault(start, ["masks:"] if start.startswith("segm_") else [])
+        texts.append(f"{key[len('bbox_') :]} {metric_text(scores[key])}")
+    return ["  ".join(texts) for texts in lines.values()]
 
 
 def per_class_table(result: Mapping, table) -> str:

@@ -14,7 +14,6 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.imports import gc_disabled
 from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
 
-COCO_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 
 
@@ -22,7 +21,7 @@ RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 class CocoNumbers:
     """The metrics of B data sets: of one data set (B = 1), or of B random draws from it; NaN without boxes to find.
 
-    numbers: (B,) each, by name: AP, AP50 and the others of `COCO_METRICS`.
+    numbers: (B,) each, by name: AP, AP50 and the others of `toolkit.evaluation.shown_metrics.COCO_METRICS`.
     of_class, half_of_class, recall_of_class: (B, K) AP, AP50 and AR (with the most detections) of each of K classes.
     by_iou: (10, B) AP, averaged over classes, at each IoU threshold.
     """

@@ -1,6 +1,5 @@
 """Freezing that survives `.train()`, frozen batch norms, the momentum of batch norms, evaluation mode as a context."""
 
-import difflib
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import did_you_mean
 
 
 def freeze(module: nn.Module) -> nn.Module:
@@ -33,8 +33,8 @@ def freeze_prefixes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
         The names of the parameters that no longer train.
 
     Raises:
-        BadInput: a prefix that is neither a module nor a parameter; lists the existing names beside its first wrong
-            part.
+        BadInput: a prefix that is neither a module nor a parameter; suggests a similar name, or lists the existing
+            names beside its first wrong part.
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
@@ -42,8 +42,7 @@ def freeze_prefixes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
     for prefix in prefixes:
         exists = prefix in modules or prefix in parameters
         if not prefix or not exists:
-            nearest = _nearest(prefix, modules)
-            problems.append(f"cannot freeze {prefix!r}: no such module or parameter; {nearest}")
+            problems.append(f"cannot freeze {prefix!r}: no such module or parameter{_hint(prefix, modules)}")
     if problems:
         raise BadInput(problems)
     for prefix in prefixes:
@@ -60,39 +59,26 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
     return type(module).train(module, False)
 
 
-def _nearest(name: str, modules: Iterable[str]) -> str:
-    """Return the module whose name ends with `name`, or those beside the first part of it that does not exist.
+def _hint(name: str, modules: Iterable[str]) -> str:
+    """Return the end of a message about a module that does not exist: one with a similar name, or those beside it.
 
-    If the first part of the name is not at the top of the model, it may be deeper, or misspelt.
+    The beginning of the name may be left out, and any part of it misspelt: "bakbone.stem" and "model.backbone.stem"
+    are both answered with "model.model.backbone.stem".
     """
-    names = set(modules)
     parent = name
-    while parent and parent not in names:
+    while parent and parent not in modules:
         parent = parent.rpartition(".")[0]
-    depth = parent.count(".") + 1 if parent else 0
     prefix = f"{parent}." if parent else ""
-    longer = [module for module in names if module.endswith(f".{name}")]
-    if longer:
-        return f"did you mean {_highest(longer)}?"
-    if not parent:
-        first, _, rest = name.partition(".")
-        last_part = {module: module.rpartition(".")[2] for module in names}
-        known = sorted(set(last_part.values()) - {""})
-        similar = difflib.get_close_matches(first, known, n=1, cutoff=0.75)
-        deeper = _highest([module for module in names if last_part[module] in similar])
-        whole = f"{deeper}.{rest}" if rest else deeper
-        if deeper and (not rest or whole in names):
-            return f"did you mean {whole}?"
-        if deeper:
-            return f"did you mean a name below {deeper}? {_nearest(whole, names)}"
-    beside = [m for m in names if m.startswith(prefix) and m and m.count(".") == depth]
-    listed = ", ".join(sorted(beside)) or "no modules"
-    return f"{parent or 'the model'} has: {listed}"
-
-
-def _highest(names: list[str]) -> str:
-    """Return the name with the fewest parts; "" if the list is empty."""
-    return min(names, key=lambda name: (name.count("."), name), default="")
+    below = [module for module in modules if module and module.startswith(prefix)]
+    module_of: dict[str, str] = {}  # every end of a name, such as "backbone.stem" and "stem"
+    for module in sorted(below, key=lambda module: (module.count("."), module)):  # of equal ends the highest counts
+        parts = module.split(".")
+        for start in range(len(parts)):
+            module_of.setdefault(".".join(parts[start:]), module)
+    beside = sorted(module for module in below if module.rpartition(".")[0] == parent)
+    listed = f"{parent or 'the model'} has: {', '.join(beside) or 'no modules'}"
+    unknown = name.removeprefix(prefix)
+    return did_you_mean(unknown, module_of, otherwise=listed, written=module_of.__getitem__, cutoff=0.75)
 
 
 @contextmanager

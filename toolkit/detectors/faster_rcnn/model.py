@@ -9,6 +9,7 @@ seamseg are listed in docs/differences.md.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,20 @@ from toolkit.step.losses import labelled_classes, unlabelled_columns
 MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
+
+
+class Samples(NamedTuple):
+    """The R sampled boxes of all images, image after image.
+
+    rows: (R,) int64, their rows among the candidates: for each image its proposals, followed by its annotated boxes.
+    boxes: (R, 4) xyxy in pixels of the model's images. boxes_on_host: the same on the CPU; None: not copied. counts:
+    number of samples of each image, R in total.
+    """
+
+    rows: Tensor
+    boxes: Tensor
+    boxes_on_host: Tensor | None
+    counts: list[int]
 
 
 class FasterRCNN(Detector):
@@ -191,47 +206,85 @@ class FasterRCNN(Detector):
         boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
             logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
-            return {"boxes": boxes, "logits": logits, "deltas": deltas, **self._maps_for_masks(features)}
+            return self._to_decode(features, boxes, logits, deltas)
+        outputs, samples = self._sampled_parts(features, anchors, logits, deltas, boxes, targets)
+        if self.training:
+            return outputs | self._detect_samples(features, images_hw, samples)
+        return outputs | self._detect_candidates(features, images_hw, boxes, boxes_on_host, samples, targets)
+
+    def _sampled_parts(
+        self,
+        features: Mapping[str, Tensor],
+        anchors: Tensor,
+        logits: Tensor,
+        deltas: Tensor,
+        boxes: Sequence[Tensor],
+        targets: Sequence[Mapping],
+    ) -> tuple[dict[str, Tensor], Samples]:
+        """Sample anchors and boxes; return what `criterion` needs of both, but for the predictions of the boxes, and
+        the sampled boxes.
+
+        anchors, logits, deltas: of `_predict_anchors`. boxes: the proposals (P_i, 4) of each image i.
+        """
+        o = self.stages
         with torch.no_grad():
             truths = padded_truths(targets)
-            o = self.stages
-            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
             draw = self._drawing(targets)
+            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
             index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
-            chosen, sampled, sizes, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
-            match = roi_parts.pop("match")
-        outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
-        outputs["rpn_logits"] = logits.gather(1, index)
-        outputs["rpn_deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
+            rows, sampled, counts, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
+        match = roi_parts.pop("match")
+        rpn_parts["logits"] = logits.gather(1, index)
+        rpn_parts["deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
         labelled = labelled_classes(targets, anchors.device)
         if labelled is not None:
-            image = image_of_each(sizes, anchors.device)
+            image = image_of_each(counts, anchors.device)
             roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image]
+        outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
         outputs |= {f"roi_{name}": part for name, part in roi_parts.items()}
         sampled_on_host = None
         if self.predicts_masks:
             sampled_on_host, match_on_host = to_host([sampled, match])  # the pools need not wait then
-            with_object = positives(sampled, sampled_on_host, match_on_host, roi_parts["classes"], sizes)
+            with_object = positives(sampled, sampled_on_host, match_on_host, roi_parts["classes"], counts)
             outputs |= self._mask_parts(features, with_object, targets)
-        if self.training:
-            samples = list(sampled.split(sizes))
-            on_cpu = None if sampled_on_host is None else [sampled_on_host]
-            outputs["roi_logits"], outputs["roi_deltas"] = self.detect(features, samples, images_hw, on_cpu)
-            return outputs
+        return outputs, Samples(rows, sampled, sampled_on_host, counts)
+
+    def _detect_samples(self, features: Mapping[str, Tensor], images_hw: Sizes, samples: Samples) -> dict[str, Tensor]:
+        """Return the predictions of the sampled boxes: in training, the second stage sees no others."""
+        boxes = list(samples.boxes.split(samples.counts))
+        boxes_on_host = None if samples.boxes_on_host is None else [samples.boxes_on_host]
+        logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
+        return {"roi_logits": logits, "roi_deltas": deltas}
+
+    def _detect_candidates(
+        self,
+        features: Mapping[str, Tensor],
+        images_hw: Sizes,
+        boxes: list[Tensor],
+        boxes_on_host: Sequence[Tensor],
+        samples: Samples,
+        targets: Sequence[Mapping],
+    ) -> dict:
+        """Return the predictions of the sampled boxes, and what detections are decoded from.
+
+        In evaluation, the samples are drawn from the proposals and the annotated boxes. The second stage sees all of
+        these once; the samples are rows of its result, and so are the proposals.
+        """
         counts = [len(image_boxes) + len(target["boxes"]) for image_boxes, target in zip(boxes, targets, strict=True)]
         candidates = list(_with_objects(boxes, targets).split(counts))
         candidates_on_host = _with_objects(boxes_on_host, [on_host(target) for target in targets])
         logits, deltas = self.detect(features, candidates, images_hw, [candidates_on_host])
-        outputs["roi_logits"] = logits[chosen]
-        outputs["roi_deltas"] = deltas[chosen]
-        outputs["boxes"] = boxes
-        outputs["logits"] = _without_objects(logits, boxes, counts)
-        outputs["deltas"] = _without_objects(deltas, boxes, counts)
-        return outputs | self._maps_for_masks(features)
+        of_samples = {"roi_logits": logits[samples.rows], "roi_deltas": deltas[samples.rows]}
+        logits = _without_objects(logits, boxes, counts)
+        deltas = _without_objects(deltas, boxes, counts)
+        return of_samples | self._to_decode(features, boxes, logits, deltas)
 
-    def _maps_for_masks(self, features: Mapping[str, Tensor]) -> dict:
-        return {"maps": features} if self.predicts_masks else {}
+    def _to_decode(self, features: Mapping[str, Tensor], boxes: list[Tensor], logits: Tensor, deltas: Tensor) -> dict:
+        outputs = {"boxes": boxes, "logits": logits, "deltas": deltas}
+        if self.predicts_masks:
+            outputs["maps"] = features
+        return outputs
 
     def _mask_parts(
         self, features: Mapping[str, Tensor], samples: Positives, targets: Sequence[Mapping]

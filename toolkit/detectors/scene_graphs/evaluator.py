@@ -1,6 +1,5 @@
 """Evaluator of scene graph metrics, which takes the place of `CocoEvaluator`. Predictions are given by image id."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from toolkit.detectors.scene_graphs.metrics import PROTOCOLS, SceneGraphMetrics,
 from toolkit.detectors.scene_graphs.open_images_metrics import open_images_metrics
 from toolkit.detectors.scene_graphs.relation_batch import attribute_targets
 from toolkit.detectors.scene_graphs.triplet_matches import COMPACT_FIELDS
+from toolkit.detectors.scene_graphs.true_graphs import given_graph, true_graph
 from toolkit.evaluation.coco import CocoEvaluator, align
 from toolkit.evaluation.matches import Matches, metric_keys
 from toolkit.evaluation.predictions import check_image_ids
@@ -168,23 +168,11 @@ class SceneGraphEvaluator:
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
         """Write a picture of `count` images with the annotated and the predicted graphs to `path`, and the same
         predicted graphs as JSON under that name with the suffix .json. Return the path of the picture."""
+        # here, since a run can do without pictures
         from toolkit.detectors.scene_graphs.graph_pictures import draw_graphs, write_graphs
 
         write_graphs(self.table, predictions, Path(path).with_suffix(".json"), count)
         return draw_graphs(self.table, predictions, count, path)
-
-
-def given_graph(prediction: Mapping) -> dict[str, np.ndarray]:
-    """Return the annotated graph of the boxes that a prediction was given; {} if the prediction has detected boxes."""
-    if "true_relations" not in prediction:
-        return {}
-    keys = {
-        "labels": "true_labels",
-        "relations": "true_relations",
-        "attributes": "true_attributes",
-        "boxes": "boxes",
-    }
-    return {name: np.asarray(prediction[key]) for name, key in keys.items() if key in prediction}
 
 
 def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
@@ -237,27 +225,6 @@ def attribute_r_precision(attributes: Sequence, scores: Sequence) -> float | Non
     return hits / annotated if annotated else None
 
 
-def true_graph(row: Mapping) -> dict[str, np.ndarray]:
-    """Return `boxes (N, 4)`, `labels (N,)` and R `relations (R, 3)` of a table row and, if the table has them,
-    `attributes (N, A)`, at most A per object. Crowd regions and their relations are left out; relations refer to the
-    boxes that are kept."""
-    objects = row["objects"]
-    relations = row["relations"]
-    keep = objects["iscrowd"] == 0
-    triplets = np.stack([relations["subject"], relations["object"], relations["predicate"]], 1)
-    triplets = triplets[keep[triplets[:, :2]].all(1)]
-    row_of = np.cumsum(keep) - 1  # objects kept: yes, no, yes; rows of these: 0, -, 1
-    triplets[:, :2] = row_of[triplets[:, :2]]
-    graph = {
-        "boxes": objects["bbox"][keep],
-        "labels": objects["category"][keep],
-    }
-    if "attributes" in objects:
-        graph["attributes"] = objects["attributes"][keep]
-    graph["relations"] = triplets
-    return graph
-
-
 def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray]:
     """Return a prediction as arrays; without pairs it gets empty ones."""
     names = ["boxes", "labels", "scores"]
@@ -269,47 +236,3 @@ def _completed(prediction: Mapping, num_predicates: int) -> dict[str, np.ndarray
         no_scores = np.zeros((0, num_predicates), np.float32)
         graph["predicate_scores"] = np.asarray(prediction.get("predicate_scores", no_scores))
     return graph
-
-
-def zero_shot_triplets(seen: np.ndarray, table: DetectionTable) -> np.ndarray:
-    """Return the Z triplets (Z, 3) of subject class, object class and predicate in `table` that training did not have.
-
-    seen: (C, C, P) bool for C classes and P predicates, the triplets that training had. Classes and predicates are
-    counted from 0.
-    """
-    triplets: set[Sequence[int]] = set()
-    for row in map(table.row, range(len(table))):
-        graph = true_graph(row)
-        relations = graph["relations"]
-        ends = graph["labels"][relations[:, :2]]
-        names = np.column_stack([ends, relations[:, 2]])
-        triplets.update(map(tuple, names.tolist()))
-    rows = np.asarray(sorted(triplets), np.int64).reshape(-1, 3)
-    return rows[~seen[tuple(rows.T)]]
-
-
-def load_triplets(file: str | Path) -> np.ndarray:
-    """Load Z triplets (Z, 3) int64 of subject class, object class and predicate. They are counted from 1 in the file,
-    from 0 in the result.
-
-    The file is CSV with one header line, or the tensor `zeroshot_triplet.pytorch` of Scene-Graph-Benchmark. Raises
-    BadInput for a file that holds anything else.
-    """
-    file = Path(file)
-    try:
-        if file.suffix == ".csv":
-            rows = np.loadtxt(
-                file,
-                delimiter=",",
-                skiprows=1,
-                dtype=np.int64,
-                ndmin=2,
-            )
-        else:
-            tensor = torch.load(file, weights_only=True, map_location="cpu")
-            rows = tensor.long().numpy()
-    except (OSError, ValueError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
-        raise BadInput(f"{file}: not a list of triplets: {error}") from error
-    if rows.ndim != 2 or rows.shape[1] != 3 or (rows < 1).any():
-        raise BadInput(f"{file}: {rows.shape} values; expected rows of 3 ids from 1: subject, object, predicate")
-    return rows - 1

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
-from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, SceneGraphEvaluator, load_triplets, zero_shot_triplets
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, SceneGraphEvaluator
 from toolkit.detectors.scene_graphs.options import GraphOptions
 from toolkit.detectors.scene_graphs.triplet_matches import compact_graph
+from toolkit.detectors.scene_graphs.true_graphs import load_triplets, zero_shot_triplets
 from toolkit.models import DetectorOptions, build_detector
 from toolkit.models.detector import Detector, denominator_of
 from toolkit.models.weights.mapping import WeightTable, map_weights

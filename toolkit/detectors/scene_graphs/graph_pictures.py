@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from toolkit.base.boxes import common_and_union
-from toolkit.detectors.scene_graphs.evaluator import true_graph
 from toolkit.detectors.scene_graphs.formats import MAX_RELATIONS, relations_as_json
+from toolkit.detectors.scene_graphs.true_graphs import true_graph
 from toolkit.evaluation.draw import (
     BACKGROUND_COLOUR,
     CLASS_COLOURS,

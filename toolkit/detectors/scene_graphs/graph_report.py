@@ -9,10 +9,11 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.data.decoding import ImageError
-from toolkit.detectors.scene_graphs.evaluator import RECALL_AT, given_graph, true_graph
+from toolkit.detectors.scene_graphs.evaluator import RECALL_AT
 from toolkit.detectors.scene_graphs.graph_pictures import graph_tile
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.triplet_matches import array_iou_plus_one, best_predicates, boxes_of_objects
+from toolkit.detectors.scene_graphs.true_graphs import given_graph, true_graph
 
 
 @dataclass(frozen=True)

@@ -127,24 +127,12 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
     sizes = boxes[:, 2:] - boxes[:, :2]
     centers = boxes[:, :2] + sizes * 0.5
     anchors_wh = anchors.reshape(-1, 2)  # of all levels
-    best = _shape_iou(sizes, anchors_wh).argmax(dim=1)
+    best = _shape_iou(sizes, anchors_wh).argmax(dim=1)  # with 3 anchors a level, 4 is the second one of level 1
     level = best // per_cell
-    anchor = best % per_cell
-    stride = 32 >> level  # (T,)
-    image_height, image_width = grid.image_hw
-    height, width = image_height // stride, image_width // stride  # of the map, in cells
-    # In float64 and in this order, as the original: it decides on which side of a cell border a centre falls.
-    x, y = centers.to(widest_float(device)).unbind(1)
-    in_cells = torch.stack((x / image_width * width, y / image_height * height), dim=1)
-    sizes_of_boxes_wh = sizes_hw.to(device)[image].flip(1)
-    last_cell = (sizes_of_boxes_wh - 1) // stride[:, None]
-    # A NaN, which the guard reports, is nowhere; the losses of its box are NaN too.
-    cells = torch.minimum(in_cells.nan_to_num().clamp(min=0).long(), last_cell)
-    column, row = cells.unbind(1)
-    # Each level has 4 times the cells of the one before: 0, 1, 5 times those of stride 32 come earlier.
-    times = ((1 << 2 * level) - 1) // 3
-    start = (image_height // 32) * (image_width // 32) * times
-    index = (start + row * width + column) * per_cell + anchor
+    stride = 32 >> level
+    map_hw = grid.image_hw[0] // stride, grid.image_hw[1] // stride  # (T,) each, in cells
+    in_cells, cells = _cells_of_centers(centers, sizes_hw.to(device)[image], stride, map_hw, grid.image_hw)
+    index = _index_of_cells(cells, level, map_hw, grid.image_hw) * per_cell + best % per_cell
 
     count = len(grid.cells_xy)
     kept = _not_overwritten(image * count + index, crowd, len(counts) * count)
@@ -162,6 +150,47 @@ def assign_boxes(targets: Sequence[dict], sizes_hw: Tensor, anchors: Tensor, gri
         crowd=crowd,
         counts=counts,
     )
+
+
+def _cells_of_centers(
+    centers_xy: Tensor,
+    sizes_hw: Tensor,
+    stride: Tensor,
+    map_hw: tuple[Tensor, Tensor],
+    image_hw: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Return the centres (T, 2) in units of cells of their level, and column and row (T, 2) int64 of their cells.
+
+    Args:
+        centers_xy: (T, 2) pixels.
+        sizes_hw: (T, 2) size of each box's image without its padding.
+        stride, map_hw: stride (T,) of each box's level, and height and width (T,) of its map in cells.
+        image_hw: size of the network's input.
+    """
+    map_height, map_width = map_hw
+    image_height, image_width = image_hw
+    # In float64 and in this order, as the original: it decides on which side of a cell border a centre falls.
+    x, y = centers_xy.to(widest_float(centers_xy.device)).unbind(1)
+    in_cells = torch.stack((x / image_width * map_width, y / image_height * map_height), dim=1)
+    last_cell = (sizes_hw.flip(1) - 1) // stride[:, None]  # of a width of 100 pixels at stride 32: column 3
+    # A NaN, which the guard reports, is nowhere; the losses of its box are NaN too.
+    cells = torch.minimum(in_cells.nan_to_num().clamp(min=0).long(), last_cell)
+    return in_cells, cells
+
+
+def _index_of_cells(
+    cells_xy: Tensor, level: Tensor, map_hw: tuple[Tensor, Tensor], image_hw: tuple[int, int]
+) -> Tensor:
+    """Return the index (T,) of cells, given by column and row (T, 2) and their level (T,), among those of all levels.
+
+    An input of 64 x 96 pixels has 2 rows of 3 cells at stride 32 and 4 rows of 6 at stride 16. Level 1 therefore
+    begins at index 6, level 2 at 6 + 24, and column 5 of row 1 at level 1 has index 6 + 1 * 6 + 5.
+    """
+    column, row = cells_xy.unbind(1)
+    cells_of_first_level = (image_hw[0] // 32) * (image_hw[1] // 32)
+    # Each level has 4 times the cells of the one before: 0, 1 and 1 + 4 times those of the first level come earlier.
+    times = ((1 << 2 * level) - 1) // 3
+    return cells_of_first_level * times + row * map_hw[1] + column
 
 
 def _not_overwritten(places: Tensor, crowd: Tensor, num_places: int) -> Tensor:

@@ -107,16 +107,6 @@ def copy_for_files(detector: nn.Module) -> nn.Module:
     return detector.to("cpu", memory_format=torch.contiguous_format)
 
 
-def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
-    """Return a detector, or the detector inside a scene graph model, as one function; it is set to evaluation mode."""
-    from toolkit.detectors.faster_rcnn.model import FasterRCNN
-    from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
-
-    detector = detector_meant(detector)
-    kind = FasterRcnnGraph if isinstance(detector, FasterRCNN) else PixelsToBoxes
-    return kind(detector, top_k).eval()
-
-
 def detector_meant(detector: nn.Module) -> nn.Module:
     """Return the detector itself, or the one inside a scene graph model."""
     below = getattr(detector, "detector", None)

@@ -9,9 +9,11 @@ from torch.export import ExportedProgram
 from toolkit.base.errors import BadInput
 from toolkit.base.public import without_machine
 from toolkit.data.table import Category
+from toolkit.detectors.faster_rcnn.model import FasterRCNN
 from toolkit.tools.export.check import check_against_pytorch
 from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
-from toolkit.tools.export.graph import copy_for_files, detector_meant, make_graph, trace, trace_hw
+from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
+from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
 
 def check_exportable(detector: nn.Module) -> None:
@@ -21,6 +23,13 @@ def check_exportable(detector: nn.Module) -> None:
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
             "have a function that exporters can trace, see toolkit/tools/export/graph.py"
         )
+
+
+def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:
+    """Return a detector, or the detector inside a scene graph model, as one function; it is set to evaluation mode."""
+    detector = detector_meant(detector)
+    kind = FasterRcnnGraph if isinstance(detector, FasterRCNN) else PixelsToBoxes
+    return kind(detector, top_k).eval()
 
 
 def export_detector(

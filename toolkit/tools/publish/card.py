@@ -11,11 +11,11 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json, read_json_object, write_text_atomic
 from toolkit.base.public import without_machine
 from toolkit.base.text import as_code, in_markdown
+from toolkit.evaluation.shown_metrics import Metric, metrics_of
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
 
-SHOWN_METRICS = {"bbox_AP": "AP", "bbox_AP50": "AP50", "bbox_AP75": "AP75", "bbox_AR100": "AR100"}
-SHOWN_METRICS |= {"segm_AP": "segm_AP", "segm_AP50": "segm_AP50"}
+SHOWN_METRICS = ("AP", "AP50", "AP75", "AR100", "segm_AP", "segm_AP50")
 MAX_SHOWN_CLASSES = 100
 LICENCE = "apache-2.0"  # the licence of this program; the data may require another
 LICENCES_BELOW = (
@@ -135,9 +135,8 @@ def best_row(run: Path) -> dict:
 def _index(settings: Mapping, row: Mapping) -> list[dict]:
     data = settings.get("data", {})
     metrics = []
-    for key, name in SHOWN_METRICS.items():
-        if row.get(key) is not None:
-            metrics.append({"type": key, "name": name, "value": row[key]})
+    for metric in _shown(row):
+        metrics.append({"type": metric.key, "name": metric.title, "value": row[metric.key]})
     dataset = {
         "type": str(data.get("name") or data.get("format") or "images"),
         "name": str(data.get("val")),
@@ -145,8 +144,14 @@ def _index(settings: Mapping, row: Mapping) -> list[dict]:
     return [{"task": {"type": "object-detection"}, "dataset": dataset, "metrics": metrics}]
 
 
+def _shown(row: Mapping) -> list[Metric]:
+    """Return the metrics of a card that are defined."""
+    of_row = metrics_of([row], "boxes", "masks")
+    return [metric for metric in of_row if metric.title in SHOWN_METRICS and row.get(metric.key) is not None]
+
+
 def _figures(row: Mapping, run: Path | None) -> str:
-    metrics = {name: row[key] for key, name in SHOWN_METRICS.items() if row.get(key) is not None}
+    metrics = {metric.title: row[metric.key] for metric in _shown(row)}
     if not metrics:
         return "None were measured."
     intervals = read_json_object(run / "report" / "report.json").get("intervals_95") or {}

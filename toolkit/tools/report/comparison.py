@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.base.errors import BadInput
-from toolkit.evaluation.coco_numbers import COCO_METRICS
+from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.tools.report import figures
 from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
 from toolkit.tools.report.detection_errors import ERROR_KINDS
 from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
+from toolkit.tools.report.sections import HEADLINES
 
 MAX_TABLE_CLASSES = 100  # in the table
+COMPARED_RECALLS = ("R@50", "R@100", "mR@50", "mR@100")  # of relations, in the table
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NOT_CHANCE = Html("<b>not explained by chance</b>")
 _SEED = re.compile(r"[-_.]?(?:seed)?[-_.]?\d+$")
@@ -148,7 +150,7 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 
 
 def verdict(c: Comparison) -> str:
-    rows = [(d.other, d.in_words()) for d in c.differences if d.metric in ("AP", "AP50", "segm_AP", "segm_AP50")]
+    rows = [(d.other, d.in_words()) for d in c.differences if d.metric in HEADLINES]
     text = (
         f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
         "(paired), in percent points. Such an interval shows what other images may change, not what another seed would."
@@ -169,17 +171,10 @@ def _precisions_apart(c: Comparison) -> str:
 
 
 def numbers_side_by_side(c: Comparison) -> str:
-    rows = []
-    for name in COCO_METRICS:
-        rows.append((name, *(with_interval(j.numbers[name], j.intervals[name]) for j in c.judged)))
+    rows = _rows_of_metrics(c, "boxes", "masks")
     if any(j.matches.by_mask for j in c.judged):
-        for name in COCO_METRICS:
-            of_masks = f"segm_{name}"
-            cells = (with_interval(j.numbers.get(of_masks), j.intervals.get(of_masks)) for j in c.judged)
-            rows.append((of_masks, *cells))
         rows.append(("the rest by", *("masks" if j.matches.by_mask else "boxes" for j in c.judged)))
-    for year in ("07", "12"):
-        rows.append((f"VOC{year} mAP", *(number(j.voc[f"voc{year}_mAP"]) for j in c.judged)))
+    rows += _rows_of_metrics(c, "voc")
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
     rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
     precisions = [j.about.get("precision") for j in c.judged]
@@ -187,9 +182,7 @@ def numbers_side_by_side(c: Comparison) -> str:
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
     for kind in ERROR_KINDS:
         rows.append((f"cost of {kind} mistakes (AP50)", *(number(j.errors.cost[kind]) for j in c.judged)))
-    if any(j.graphs for j in c.judged):
-        for name in ("R@50", "R@100", "mR@50", "mR@100"):
-            rows.append((name, *(number(j.graphs and j.graphs.row.get(name)) for j in c.judged)))
+    rows += [row for row in _rows_of_metrics(c, "relations") if row[0] in COMPARED_RECALLS]
     sweeps = {j.name: j.overall for j in c.judged}
     parts = [
         figures.iou_chart(_curves_by_iou(c)),
@@ -197,6 +190,16 @@ def numbers_side_by_side(c: Comparison) -> str:
         figures.f1_chart(sweeps),
     ]
     return table(["", *(j.name for j in c.judged)], rows) + charts(parts)
+
+
+def _rows_of_metrics(c: Comparison, *kinds: str) -> list[tuple[str, ...]]:
+    """Return a row for each metric that at least one of the detectors has: its title, and the value of each detector
+    with its interval, if it has one."""
+    rows = []
+    for metric in metrics_of([j.row for j in c.judged], *kinds):
+        cells = (with_interval(j.row.get(metric.key), j.intervals.get(metric.title)) for j in c.judged)
+        rows.append((metric.title, *cells))
+    return rows
 
 
 def _curves_by_iou(c: Comparison) -> dict[str, np.ndarray]:

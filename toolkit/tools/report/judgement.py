@@ -12,6 +12,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.evaluation.coco_numbers import exact_numbers
 from toolkit.evaluation.mask_matches import matches_by_mask, named_by_mask
 from toolkit.evaluation.matches import IOU_THRESHOLDS, match_predictions
+from toolkit.evaluation.shown_metrics import METRICS
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.detection_errors import strata, tide_errors
@@ -98,6 +99,18 @@ class Judgement:
         value = self.numbers[key]
         low_high = None if value is None else bootstrap.interval(self.draws.numbers[key], value)
         return low_high and (max(low_high[0], 0.0), min(low_high[1], 1.0))
+
+    @cached_property
+    def row(self) -> dict[str, float | None]:
+        """The metrics of the data set by the keys that evaluators use, so "bbox_AP" where `numbers` has "AP"."""
+        row = {}
+        for name, value in self.numbers.items():
+            row[name if name.startswith("segm_") else f"bbox_{name}"] = value
+        row |= self.voc
+        if self.graphs is not None:
+            for metric in METRICS["relations"]:
+                row[metric.key] = self.graphs.row.get(metric.key)
+        return row
 
     @property
     def iou(self) -> str:

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toolkit.base.text import in_markdown, metric_text
-from toolkit.evaluation.coco_numbers import COCO_METRICS
+from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.tools.report.charts import save_charts
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import LOSSES_HEADING, PRECISION_HEADING, training_charts
-
-GRAPH_METRICS = ("R", "ngR", "zR", "mR", "ngmR", "A")
 
 
 def plot_curves(rows: Sequence[Mapping], out_folder: Path) -> list[Path]:
@@ -59,34 +57,47 @@ def _state(run: RunFacts) -> str:
 
 def _numbers(rows: list[dict]) -> list[str]:
     """Return Markdown tables of the metrics and of the AP of each class: last and best evaluation, raw and EMA."""
-    columns = {}
-    graphs = any(row.get("val/R@100") is not None for row in rows)
-    masks = any(row.get("val/segm_AP") is not None for row in rows)
-    decisive = "R@100" if graphs else "segm_AP" if masks else "bbox_AP"
-    for prefix, name in (("val/", "raw"), ("val/ema/", "EMA")):
-        evaluated = [row for row in rows if row.get(f"{prefix}{decisive}") is not None]
-        if evaluated:
-            best = max(evaluated, key=lambda row: row[f"{prefix}{decisive}"])
-            columns[f"{name}, last (step {evaluated[-1]['step']})"] = (prefix, evaluated[-1])
-            columns[f"{name}, best (step {best['step']})"] = (prefix, best)
+    columns = _evaluations(rows)
     if not columns:
         return ["No evaluation with ground truth yet."]
-    metrics = [f"{name}@{k}" for name in GRAPH_METRICS for k in (20, 50, 100)] if graphs else []
-    metrics += ["attribute_R_precision"] if any("val/attribute_R_precision" in row for row in rows) else []
-    metrics += [f"bbox_{name}" for name in COCO_METRICS] if any("val/bbox_AP" in row for row in rows) else []
-    metrics += [f"segm_{name}" for name in COCO_METRICS] if masks else []
-    metrics += ["loss"]
-    parts = ["## Numbers", _markdown(["metric", *columns], [_cells(m, columns) for m in metrics])]
-    keys = (key for prefix, row in columns.values() for key in row if key.startswith(f"{prefix}AP/"))
-    classes = list(dict.fromkeys(key.split("/AP/", 1)[1] for key in keys))
-    if classes:
-        cells = [[in_markdown(name), *_cells(f"AP/{name}", columns)[1:]] for name in classes]
-        parts += ["## AP by class", _markdown(["class", *columns], cells)]
+    metrics = metrics_of(columns.values(), "relations", "attributes", "boxes", "masks")
+    of_metrics = {key: key for key in [*(metric.key for metric in metrics), "loss"]}
+    parts = ["## Numbers", _table("metric", of_metrics, columns)]
+    of_classes = {}
+    for row in columns.values():
+        of_classes |= {key: in_markdown(key.removeprefix("AP/")) for key in row if key.startswith("AP/")}
+    if of_classes:
+        parts += ["## AP by class", _table("class", of_classes, columns)]
     return parts
 
 
-def _cells(metric: str, columns: dict) -> list[str]:
-    return [metric, *(metric_text(row.get(prefix + metric), 4) for prefix, row in columns.values())]
+def _evaluations(rows: list[dict]) -> dict[str, dict]:
+    """Return the metrics of the last and of the best evaluation of the weights, and of their EMA, by a description."""
+    decisive = "bbox_AP"
+    for key in ("segm_AP", "R@100"):
+        if any(row.get(f"val/{key}") is not None for row in rows):
+            decisive = key
+    columns = {}
+    for name, prefix in (("raw", "val/"), ("EMA", "val/ema/")):
+        evaluated = [row for row in rows if row.get(prefix + decisive) is not None]
+        if evaluated:
+            best = max(evaluated, key=lambda row: row[prefix + decisive])
+            columns[f"{name}, last (step {evaluated[-1]['step']})"] = _without_prefix(evaluated[-1], prefix)
+            columns[f"{name}, best (step {best['step']})"] = _without_prefix(best, prefix)
+    return columns
+
+
+def _without_prefix(row: Mapping, prefix: str) -> dict:
+    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+
+
+def _table(head: str, names: Mapping[str, str], columns: Mapping[str, Mapping]) -> str:
+    """Return a Markdown table with a line for each key in `names`, which is shown by its name, and a column for each
+    evaluation."""
+    lines = []
+    for key, name in names.items():
+        lines.append([name, *(metric_text(row.get(key), 4) for row in columns.values())])
+    return _markdown([head, *columns], lines)
 
 
 def _settings(run: RunFacts) -> list[str]:

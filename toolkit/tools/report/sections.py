@@ -5,6 +5,7 @@ from html import escape
 
 import numpy as np
 
+from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.tools.report import figures
 from toolkit.tools.report.advice import Advice
 from toolkit.tools.report.bootstrap import NUM_DRAWS
@@ -17,26 +18,15 @@ from toolkit.tools.report.thresholds import WANTED_PRECISION, Point
 
 MAX_MATRIX_CLASSES = 30  # of a confusion matrix
 MAX_CURVES = 8
-METRIC_MEANINGS = {
-    "AP": "mean over IoU 0.5 to 0.95",
-    "AP50": "at IoU 0.5",
-    "AP75": "at IoU 0.75",
-    "APs": "objects below 32² pixels",
-    "APm": "32² to 96² pixels",
-    "APl": "above 96² pixels",
-    "AR1": "recall with 1 prediction of each class",
-    "AR10": "recall with 10",
-    "AR100": "recall with 100",
-    "ARs": "recall, small objects",
-    "ARm": "recall, medium objects",
-    "ARl": "recall, large objects",
-}
+HEADLINES = ("AP", "AP50", "segm_AP", "segm_AP50")  # titles of the metrics in the first lines of a page
 
 
 def summary_cards(judged: Judgement) -> str:
     best = judged.overall.best
-    shown = ("AP", "AP50", "segm_AP", "segm_AP50") if judged.matches.by_mask else ("AP", "AP50")
-    cards = [(name, number(judged.numbers[name]), _interval_words(judged, name)) for name in shown]
+    cards = []
+    for metric in metrics_of([judged.row], "boxes", "masks"):
+        if metric.title in HEADLINES:
+            cards.append((metric.title, number(judged.row[metric.key]), _interval_words(judged, metric.title)))
     if best is not None:
         cards += [
             ("threshold of the best F1", f"{best.threshold:g}", "deploy with scores above it"),
@@ -72,15 +62,9 @@ def _flags(text: str) -> str:
 
 def numbers_table(judged: Judgement) -> str:
     rows = []
-    for name, words in METRIC_MEANINGS.items():
-        rows.append((name, number(judged.numbers[name]), *_low_high(judged.intervals[name]), words))
-    if judged.matches.by_mask:
-        for name, words in METRIC_MEANINGS.items():
-            key = f"segm_{name}"
-            of_masks = f"masks: {words}"
-            rows.append((key, number(judged.numbers[key]), *_low_high(judged.intervals[key]), of_masks))
-    rows.append(("VOC07 mAP", number(judged.voc["voc07_mAP"]), "", "", "Pascal VOC, 11 recalls"))
-    rows.append(("VOC12 mAP", number(judged.voc["voc12_mAP"]), "", "", "Pascal VOC, all recalls"))
+    for metric in metrics_of([judged.row], "boxes", "masks", "voc"):
+        low_high = _low_high(judged.intervals.get(metric.title))  # of VOC's there is none
+        rows.append((metric.title, number(judged.row[metric.key]), *low_high, metric.meaning))
     text = (
         f"Intervals: 95 % of {NUM_DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to "
         "have the number as their mean. They show how far other images of the same kind may give other numbers."
