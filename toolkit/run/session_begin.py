@@ -36,7 +36,7 @@ def begin(s: Any, t: Training, table: DetectionTable) -> None:
         probe_memory = index.tool("probe_memory")
         probe_memory(t, pipeline.largest_batch(dataset, count, t.detector.stride, t.sampler.sizes))
     written = _written(checkpoint) if checkpoint is not None else None
-    notes = restore_checkpoint(t, checkpoint, run.resume_schedule == "saved", changed) if checkpoint is not None else []
+    notes = restore_checkpoint(t, checkpoint, changed) if checkpoint is not None else []
     for note in (*changed, *notes):
         s.say(str(note))
     _record(s, t, table, settings, changed)

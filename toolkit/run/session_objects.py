@@ -302,6 +302,7 @@ def _plan(c: Any, sampler: EpochSampler, optimizer: torch.optim.Optimizer) -> Pl
         plain_epochs=c.data.plain_epochs,
         bn_momentum=None if final_momentum is None else (final_momentum, warmup_steps),
         eval_only=run.eval_only,
+        follows_checkpoint=run.resume_schedule == "saved",
     )
 
 
