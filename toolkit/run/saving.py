@@ -205,7 +205,6 @@ def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list
 
 
 def roll_back(t, checkpoint: Checkpoint) -> None:
-    """Set `t.step` to the step of a checkpoint and restore the parts that a rollback restores, see `toolkit.run.parts`.
-    """
+    """Set `t.step` to the step of a checkpoint, and restore the parts that a rollback restores."""
     t.step = checkpoint.step
     t.parts.undone_in_rollback().load_state_dict(checkpoint)
