@@ -35,7 +35,7 @@ from toolkit.step.ema import Ema
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 
-NO_ROWS = {"rows": 0, "run_ids": {}}
+NO_ROWS = {"rows": 0}
 NOTHING = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
 
 

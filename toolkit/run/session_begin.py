@@ -131,14 +131,14 @@ def _record(
 def _start_rows(s: Any, t: Training, table: DetectionTable, settings: dict[str, dict]) -> None:
     """Open `metrics.jsonl` and the trackers, with the rows that the checkpoint counts, and show the progress bar."""
     run = s.config.run
-    written = None
+    rows_before = None
     if s.checkpoint is not None:
         with s.checkpoint.reading("log") as log:
-            written = {key: log["writer"][key] for key in ("rows", "run_ids")}
+            rows_before = log["writer"]["rows"]
         in_this_folder = s.checkpoint.path.resolve().parent == (s.folder / "checkpoints").resolve()
         rows = s.folder / "metrics.jsonl"
         if in_this_folder:
-            for note in run_on_main(lambda: repair_rows(rows, written["rows"], keep_later=run.eval_only)):
+            for note in run_on_main(lambda: repair_rows(rows, rows_before, keep_later=run.eval_only)):
                 s.say(note)
     job = run.job_type or ("eval" if run.eval_only else "train")
     metric = t.validation.best.metric
@@ -148,7 +148,7 @@ def _start_rows(s: Any, t: Training, table: DetectionTable, settings: dict[str, 
         about=RunDescription(run.project, run.name, settings, metric, run.group, job, run.tags, run.notes),
         data=data_facts({"train": table, "val": t.validation.table}),
         is_main=s.is_main,
-        resume_state=written,
+        rows_before=rows_before,
         eval_only=run.eval_only,
         track_unscaled=run.track_unscaled,
     )
