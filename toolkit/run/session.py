@@ -65,9 +65,7 @@ def session(config: Any) -> Iterator["Session"]:
         BadInput: the settings cannot be used here, the run folder cannot be used, or no valid checkpoint exists to
             resume from.
     """
-    trial = agent_run_id()
-    if trial:  # all trials of a sweep are started by one command
-        config = replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
+    config = _named_after_trial(config)
     run = config.run
     hub = config.hub
     tracker_names(run.tracker)
@@ -92,21 +90,18 @@ def session(config: Any) -> Iterator["Session"]:
         contexts.enter_context(naming_killed_workers())
 
         set_threads(run.threads, accelerator.device)
-        checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder, of_run=True))
-        stored, began = run_on_main(lambda: _settings_so_far(config, folder, checkpoint))
-        asked_seed = run.seed
-        if checkpoint is not None:  # data, augmentation and dropout go on as they began
-            with checkpoint.reading("sampler") as sampler:
-                config = replace(config, run=replace(run, seed=sampler["seed"]))
-        if is_main:
-            announce(accelerator.num_processes, folder, [*messages, *([lock.note] if lock.note else [])])
         if run.deterministic:
             be_deterministic()
-        is_new = run_on_main(lambda: status.begun)
+        checkpoint, messages = state_from_main(lambda: resolve_resume(run.resume, folder, of_run=True))
+        stored, began = run_on_main(lambda: _settings_so_far(config, folder, checkpoint))
+        if lock.note:
+            messages.append(lock.note)
+        if is_main:
+            announce(accelerator.num_processes, folder, messages)
         # Inside of all others: what a refused start has written is deleted before its error is recorded.
-        staged = contexts.enter_context(staging(folder, is_new, is_main))
+        staged = contexts.enter_context(staging(folder, run_on_main(lambda: status.begun), is_main))
         s = Session(
-            config=config,
+            config=_with_seed_of(checkpoint, config),
             accelerator=accelerator,
             folder=folder,
             signals=signals,
@@ -116,13 +111,29 @@ def session(config: Any) -> Iterator["Session"]:
             checkpoint=checkpoint,
             stored=stored,
             began=began,
-            asked_seed=asked_seed,
+            asked_seed=run.seed,
         )
         contexts.enter_context(_closing_rows(s))
         # Innermost: only here is it known which batch ran out of memory.
         contexts.enter_context(naming_the_batch(lambda: () if s.t is None else batches_under_way(s.t)))
         yield s
     leave()
+
+
+def _named_after_trial(config: Any) -> Any:
+    """Return settings whose run name ends with the id of the trial, since one command starts all trials of a sweep."""
+    trial = agent_run_id()
+    if not trial:
+        return config
+    return replace(config, run=replace(config.run, name=f"{config.run.name}-{trial}"))
+
+
+def _with_seed_of(checkpoint: Checkpoint | None, config: Any) -> Any:
+    """Return settings with the seed of the checkpoint, so that data, augmentation and dropout go on as they began."""
+    if checkpoint is None:
+        return config
+    with checkpoint.reading("sampler") as sampler:
+        return replace(config, run=replace(config.run, seed=sampler["seed"]))
 
 
 def _settings_so_far(config: Any, folder: Path, checkpoint: Checkpoint | None) -> tuple[dict, dict]:
