@@ -18,7 +18,7 @@ from accelerate import Accelerator
 # of its function, and would take seconds for that. Of several such lists the last one would hold for all tests.
 PRELOADED = [
     "torch", "accelerate", "pytest", "hypothesis", "transformers.pipelines", "transformers.models.detr.modeling_detr",
-    "transformers.models.rt_detr_v2.modeling_rt_detr_v2", "toolkit.run.session_start", "toolkit.run.watchdog",
+    "transformers.models.rt_detr_v2.modeling_rt_detr_v2", "toolkit.run.session", "toolkit.run.watchdog",
     "toolkit.tools.replay.nan_report", "toolkit.evaluation.coco", "toolkit.detectors.detr.detr",
     "toolkit.detectors.detr.d_fine", "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model",
     "toolkit.detectors.yolov3.model", "toolkit.detectors.scene_graphs.start",

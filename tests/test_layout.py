@@ -46,7 +46,7 @@ CORE = {
 # The modules of `run` that the loop is made of, each of which may import those before it. The others keep the files and
 # processes of a run, and import none of these.
 LOOP = ["command_line", "log", "saving", "training_window", "recovery", "validation", "loop", "training",
-        "session_objects", "session_begin", "session_end", "session", "session_start"]
+        "session_build", "session_begin", "session_end", "session"]
 # Detectors that are built on others, and tools whose subject is one family of detectors.
 FAMILIES = {
     "detectors.scene_graphs": {"detectors.detr", "detectors.faster_rcnn"},

@@ -308,9 +308,11 @@ def schedules(name: str):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-@pytest.mark.parametrize("keep_schedule", [True, False])
+@pytest.mark.parametrize("follows_checkpoint", [True, False])
 @pytest.mark.parametrize("name", ["warm-up", "cosine", "multistep", "plateau"])
-def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, name, keep_schedule, accumulation_steps):
+def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(
+    tmp_path, capsys, name, follows_checkpoint, accumulation_steps
+):
     """After a resume from every step, with this schedule or that of the checkpoint, and with other batches."""
     t = training(tmp_path, make_schedule=schedules(name), eval_every=1, save_every=1, keep=9)
     evaluate_to(t, 0.5)
@@ -321,7 +323,8 @@ def test_a_loop_that_sets_no_rates_is_not_said_to_set_some(tmp_path, capsys, nam
         pace = {"accumulation_steps": accumulation_steps, "eval_every": 1}
         again = training(tmp_path / f"from_{path.name}", make_schedule=schedules(name), **pace)
         evaluate_to(again, 0.5)
-        restore_checkpoint(again, load_checkpoint(path), keep_schedule)
+        again.plan.follows_checkpoint = follows_checkpoint
+        restore_checkpoint(again, load_checkpoint(path))
         again.plan.total_steps = again.step + 2
         again.data.loader = again.data.loader[again.sampler.next_batch :]
         run_changed(again)

@@ -306,7 +306,8 @@ def test_a_resumed_run_of_other_batches_or_minutes_ends_in_time(batch_size, minu
         before.note_step(step, 0.2)
     before.sampler.set_epoch(19)
     plan.sampler.set_epoch(19)
-    plan.resume(json.loads(json.dumps(before.state_dict())), before.sampler.state_dict(), 950, keep_schedule=True)
+    plan.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    plan.go_on(950, before.sampler.state_dict())
     step = 950
     while step < plan.total_steps:
         step += 1
@@ -320,14 +321,16 @@ def test_minutes_of_a_run_that_is_extended_are_those_of_the_whole_run():
     followed(budget, lambda step, elapsed_s: 0.5)
     assert budget.elapsed_s == 60 and budget.is_used_up, "those after the last plan count too"
     longer = StepBudget(max_minutes=3.0)
-    longer.count_on(120, budget.state_dict())
+    longer.elapsed_s = budget.elapsed_s
+    longer.count_on(120)
     plans = followed(longer, lambda step, elapsed_s: 2.0)
     assert plans[:3] == [(120 + 12, 180), (120 + 24, 180), (120 + 30, 180)], "by the speed of now"
     assert longer.steps == 180 and longer.elapsed_s == 180
     anew = StepBudget(max_minutes=0.5)
-    anew.count_on(120, None)  # of a run that had no limit of minutes
+    anew.count_on(120)  # of a run that had no limit of minutes
     assert not anew.is_used_up
-    anew.count_on(120, budget.state_dict())
+    anew.elapsed_s = budget.elapsed_s
+    anew.count_on(120)
     assert anew.is_used_up
 
 

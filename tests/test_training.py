@@ -26,7 +26,7 @@ from toolkit.run.log import Log
 from toolkit.run.parts import TrainingData, WeightFacts
 from toolkit.run.plan import Plan, StepBudget
 from toolkit.run.recovery import RunGuard
-from toolkit.run.saving import Checkpoints, restore_checkpoint, save
+from toolkit.run.saving import Checkpoints, restore_checkpoint, roll_back, save
 from toolkit.run.settings_file import Change
 from toolkit.run.training import Training
 from toolkit.run.training_window import TrainingWindow
@@ -35,7 +35,7 @@ from toolkit.step.ema import Ema
 from toolkit.step.losses import LossWeights
 from toolkit.step.schedules import Schedule
 
-NO_ROWS = {"rows": 0, "run_ids": {}}
+NO_ROWS = {"rows": 0}
 NOTHING = Batch(torch.zeros(0, 3, 2, 2, dtype=torch.uint8), torch.zeros(0, 2, dtype=torch.int64), [])
 
 
@@ -311,11 +311,22 @@ def test_a_state_that_a_part_did_not_write_is_one_sentence(tmp_path, name):
 
 def test_minutes_asked_for_later_do_not_end_a_run_of_a_saved_length(tmp_path):
     checkpoint = saved(tmp_path, steps=(9,), best=9)
-    for keep_schedule in (True, False):
+    for follows_checkpoint in (True, False):
         t = make_training(tmp_path)
         t.plan.budget = StepBudget(1.0)
-        restore_checkpoint(t, checkpoint, keep_schedule=keep_schedule)
-        assert (t.plan.budget is None) == keep_schedule
+        t.plan.follows_checkpoint = follows_checkpoint
+        restore_checkpoint(t, checkpoint)
+        assert (t.plan.budget is None) == follows_checkpoint
+
+
+def test_a_rollback_keeps_the_rates_of_a_command_that_does_not_follow_the_checkpoint(tmp_path):
+    for follows_checkpoint, rate in ((True, 0.1), (False, 0.2)):
+        t = make_training(tmp_path / str(follows_checkpoint))
+        save(t)
+        t.plan.follows_checkpoint = follows_checkpoint
+        t.optimizer.param_groups[0]["initial_lr"] = 0.2
+        roll_back(t, newest_valid(t.checkpoints.folder)[0])
+        assert t.optimizer.param_groups[0]["initial_lr"] == rate
 
 
 def test_an_interrupted_evaluation_leaves_the_checkpoint_that_was_saved_before_it(tmp_path):

@@ -155,14 +155,14 @@ def test_which_rows_are_kept_tracked_and_written(tmp_path):
     writer.log(train_row(1))
     writer.show(evaluation(), step=1)
     writer.close()
-    assert list(tmp_path.iterdir()) == [] and writer.state_dict().keys() == {"rows", "run_ids"} and not writer.shows
-    earlier = log_rows(tmp_path, 5).state_dict()
-    log_rows(tmp_path, 10, resume_state=earlier)
-    writer = RunWriter(tmp_path, resume_state=earlier, eval_only=True)
+    assert list(tmp_path.iterdir()) == [] and writer.state_dict() == {"rows": 0} and not writer.shows
+    earlier = log_rows(tmp_path, 5).state_dict()["rows"]
+    log_rows(tmp_path, 10, rows_before=earlier)
+    writer = RunWriter(tmp_path, rows_before=earlier, eval_only=True)
     writer.log(val_row(5))
     writer.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [train_row(5), train_row(10), val_row(5)]
-    log_rows(tmp_path, 15, trackers=["tensorboard"], resume_state=writer.state_dict())
+    log_rows(tmp_path, 15, trackers=["tensorboard"], rows_before=writer.state_dict()["rows"])
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [5, 10, 15]
 
 
@@ -219,21 +219,23 @@ def run_and_resume(folder: Path, *trackers: str) -> None:
     for row in (*map(train_row, range(1, 6)), val_row(5)):
         writer.log(row)
     writer.show(evaluation(), step=5)
-    state = json.loads(json.dumps(writer.state_dict()))
+    rows_before = writer.state_dict()["rows"]
+    run_id = json.loads((folder / "tracker.json").read_text())[trackers[0]]["run_id"]
     for step in (6, 7):
         writer.log(train_row(step))
     writer.close("preempted")
-    writer = open_writer(folder, *trackers, resume_state=state)
+    writer = open_writer(folder, *trackers, rows_before=rows_before)
     writer.show(evaluation(), step=5)  # shown already
     rows = [*map(train_row, range(6, 10)), val_row(9)]
     for row in rows:
         writer.log(row)
     writer.keep_final(final, best)
     writer.close()
-    writer = open_writer(folder, *trackers, resume_state=writer.state_dict())  # again after its end
+    writer = open_writer(folder, *trackers, rows_before=writer.state_dict()["rows"])  # again after its end
     writer.keep_final(final, best)
     writer.close()
-    assert writer.state_dict() == {"rows": 11, "run_ids": state["run_ids"]}
+    assert writer.state_dict() == {"rows": 11}
+    assert json.loads((folder / "tracker.json").read_text())[trackers[0]]["run_id"] == run_id
     assert read_metrics(folder / "metrics.jsonl") == [*map(train_row, range(1, 6)), val_row(5), *rows]
 
 
@@ -311,10 +313,9 @@ def test_a_program_that_accelerate_knows_keeps_name_and_group_over_a_resume(tmp_
     about = RunDescription(project="p", name="mine", group="g", tags=["t"])
     writer = RunWriter(tmp_path, trackers=["trackio"], about=about)
     writer.log(train_row(1))
-    state = writer.state_dict()
+    rows_before = writer.state_dict()["rows"]
     writer.close("preempted")
-    assert state["run_ids"] == {"trackio": "mine"}
-    RunWriter(tmp_path, trackers=["trackio"], about=replace(about, name="other"), resume_state=state).close()
+    RunWriter(tmp_path, trackers=["trackio"], about=replace(about, name="other"), rows_before=rows_before).close()
     begun = {"project": "p", "name": "mine", "group": "g"}
     assert runs == [begun | {"resume": "never"}, begun | {"resume": "allow"}]
 
@@ -422,8 +423,9 @@ def test_offline_wandb_gets_every_row_once_under_one_id(wandb_home, monkeypatch)
 def test_another_folder_gets_another_run(wandb_home, monkeypatch):
     """A run that starts from another run's checkpoint is not that run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    writer = log_rows(wandb_home, 6, trackers=["wandb"], resume_state={"rows": 5, "run_ids": {"wandb": "abcd1234"}})
-    assert writer.state_dict()["run_ids"]["wandb"] != "abcd1234" and [step for _, step, _ in history(wandb_home)] == [6]
+    (wandb_home / "tracker.json").write_text(json.dumps({"wandb": {"run_id": "abcd1234"}}))  # but none of its rows
+    log_rows(wandb_home, 6, trackers=["wandb"], rows_before=5)
+    assert [(run_id == "abcd1234", step) for run_id, step, _ in history(wandb_home)] == [(False, 6)]
 
 
 @pytest.mark.parametrize("key", [None, "0" * 40])

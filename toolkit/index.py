@@ -28,7 +28,7 @@ FACE = {
     "open_dataset": "toolkit.data.formats:open_dataset",
     "open_predictor": "toolkit.tools.predict.open:open_predictor",
     "reduce_dict": "toolkit.base.distributed:reduce_dict",
-    "session": "toolkit.run.session_start:session",
+    "session": "toolkit.run.session:session",
 }
 
 # model.architecture -> the class of the detector and the dataclass of its settings.

@@ -22,7 +22,7 @@ from wandb.sdk.data_types._private import MEDIA_TMP
 
 PRELOAD = (
     "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
-    "transformers.models.detr.modeling_detr", "toolkit.run.session_start", "toolkit.detectors.detr.detr",
+    "transformers.models.detr.modeling_detr", "toolkit.run.session", "toolkit.detectors.detr.detr",
     "toolkit.detectors.detr.rt_detr", "toolkit.tools.report", "toolkit.evaluation.coco",
     "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed", "pandas", "attrs",
     "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model", "toolkit.detectors.yolov3.model",

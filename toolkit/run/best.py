@@ -83,17 +83,18 @@ class Best:
         """Return the state as JSON values, including the name of the metric."""
         return {"metric": self.metric, **{name: getattr(self, name) for name in _STATE}}
 
-    def load_state_dict(self, state: Mapping) -> bool:
-        """Restore the state of `state_dict` and return True.
+    def load_state_dict(self, state: Mapping) -> list[str]:
+        """Restore the state of `state_dict`, and return an empty list.
 
-        If the state is of another metric, reset everything instead and return False.
+        If the state is of another metric, reset everything instead, and return a list of one sentence.
         """
-        if state["metric"] != self.metric:
+        before = state["metric"]
+        if before != self.metric:
             self.forget()
-            return False
+            return [f"best metric starts anew: it was {before}, now {self.metric}"]
         for name in _STATE:
             setattr(self, name, state[name])
-        return True
+        return []
 
 
 # What else there is beside the metrics of all classes, by a part of the names.

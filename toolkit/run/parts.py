@@ -8,8 +8,8 @@ present state: the place in the data, the counts of the NaN guard, the rows. A n
 
 import copy
 from collections import UserDict
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -19,16 +19,22 @@ from torch.utils.data import DataLoader
 
 from toolkit.base.distributed import state_from_main, world
 from toolkit.base.errors import BadInput
+from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import DetectionTable
+from toolkit.run.checkpoint import Checkpoint
 from toolkit.step.optim import average_gradients, load_state
+
+# Of a parameter group, what the settings say of its updates. The learning rates follow from `initial_lr`.
+RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
 
 
 class Part(Protocol):
     """An object whose state is kept in the checkpoints of a run, such as an `nn.Module` or an object of the toolkit.
 
-    Tensors at the top level of the state are stored in a file of tensors; all other values must be JSON values. Two
-    members are optional: `kept_in_rollback = True` for a part that a rollback does not restore, and `tensors()`, which
-    yields ((kind, name), tensor) for all tensors that must be finite.
+    Tensors at the top level of the state are stored in a file of tensors; all other values must be JSON values.
+    `load_state_dict` may return a list of sentences on what differs from the run so far. Two members are optional:
+    `kept_in_rollback = True` for a part that a rollback does not restore, and `tensors()`, which yields
+    ((kind, name), tensor) for all tensors that must be finite.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -37,16 +43,24 @@ class Part(Protocol):
 
 
 class OptimizerPart:
-    """The part of a run that holds an optimizer; it is restored by `toolkit.step.optim.load_state`."""
+    """The part of a run that holds an optimizer; it is restored by `toolkit.step.optim.load_state`.
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    keeps_rates: whether the rates, decays and momentum of the groups stay those of this command.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, keeps_rates: bool = False):
         self._optimizer = optimizer
+        self._keeps_rates = keeps_rates
 
     def state_dict(self) -> dict:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
+        own = [{key: group[key] for key in RATES if key in group} for group in self._optimizer.param_groups]
         load_state(self._optimizer, state)
+        if self._keeps_rates:
+            for group, rates in zip(self._optimizer.param_groups, own, strict=True):
+                group.update(rates)
 
 
 class WeightFacts:
@@ -94,10 +108,12 @@ class TrainingData:
     Attributes:
         loader: yields the batches of an epoch, from the sampler's place in the epoch on.
         tables: the data tables "training" and "validation". A resumed run says which of them have changed.
+        changes: a sentence for each table that is not the one of the checkpoint that was restored.
     """
 
     loader: DataLoader | None
     tables: Mapping[str, DetectionTable]
+    changes: list[str] = field(default_factory=list, init=False)
 
     kept_in_rollback = True
 
@@ -115,7 +131,7 @@ class TrainingData:
         """Return `class_names`, and under `tables` the `identity` of each table, as JSON values."""
         return {**self.class_names, "tables": {name: table.identity for name, table in self.tables.items()}}
 
-    def changes(self, state: Mapping) -> list[str]:
+    def _changes(self, state: Mapping) -> list[str]:
         """Return a sentence for each table that is not the one of a checkpoint."""
         before = state["tables"]
         changed = {name: table.changed_since(before[name]) for name, table in self.tables.items() if name in before}
@@ -127,7 +143,31 @@ class TrainingData:
         Nothing is restored: the run goes on with the present data, which may have been changed on purpose.
         """
         goes_on = "the run goes on with what is there now, and is not the one that was interrupted"
-        return [f"{change}: {goes_on}" for change in self.changes(state)]
+        self.changes = self._changes(state)
+        return [f"{change}: {goes_on}" for change in self.changes]
+
+
+class PlaceInData:
+    """The part of a run that holds the place in the data: the sampler.
+
+    A place in other data is refused. The message then also says what `data`, which is restored before, found changed.
+    """
+
+    kept_in_rollback = True
+
+    def __init__(self, sampler: EpochSampler, data: TrainingData):
+        self._sampler = sampler
+        self._data = data
+
+    def state_dict(self) -> dict:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: dict) -> list[str]:
+        """Restore the place, and return sentences on what differs. Raises BadInput if it is a place in other data."""
+        try:
+            return self._sampler.load_state_dict(state)
+        except BadInput as error:
+            raise BadInput([*error.problems, *self._data.changes]) from error
 
 
 class Extra(UserDict):
@@ -257,9 +297,35 @@ class Parts(UserDict[str, Part]):
         """Return the parts that a rollback restores together with the weights."""
         return Parts({name: part for name, part in self.items() if not getattr(part, "kept_in_rollback", False)})
 
+    def named(self, names: Collection[str]) -> "Parts":
+        """Return the parts of these names."""
+        return Parts({name: part for name, part in self.items() if name in names})
+
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """Return the state of every part, by its name."""
         return {name: part.state_dict() for name, part in self.items()}
+
+    def load_state_dict(self, checkpoint: Checkpoint) -> list[str]:
+        """Restore every part that the checkpoint has a state of, and return sentences on what differs from before.
+
+        This is the only place where the state of a run is restored: when it resumes, when a checkpoint is evaluated,
+        and when it rolls back.
+
+        Raises:
+            BadInput: a part refuses its state, such as a place in other data.
+            CheckpointError: a state is not what the part writes; the message names checkpoint and part.
+        """
+        saved = checkpoint.by_part()
+        saved.setdefault("ema", saved["model"])  # for a run that begins to average here
+        notes = []
+        for name, part in self.items():
+            if name not in saved:
+                continue
+            with checkpoint.reading(name):
+                found = part.load_state_dict(saved[name])
+            if isinstance(found, list):  # modules and optimizers return something else
+                notes += found
+        return notes
 
     def tensors(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Yield ((kind, name), tensor) for all tensors that must be finite, from the parts that have `tensors()`."""

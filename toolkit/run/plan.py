@@ -177,13 +177,10 @@ class StepBudget:
         self.planned_s = self.elapsed_s
         self.slowest_s = 0.0
 
-    def count_on(self, step: int, earlier: Mapping | None) -> None:
-        """Start a new plan for a run that goes on after `step` steps.
-
-        earlier: state of the budget of these steps, whose seconds then count; None: there was no budget.
-        """
+    def count_on(self, step: int) -> None:
+        """Start a new plan for a run that goes on after `step` steps, which took `elapsed_s` seconds."""
         self.steps = self.begun_steps = self.planned_steps = step
-        self.elapsed_s = self.begun_s = self.planned_s = earlier["elapsed_s"] if earlier else 0.0
+        self.begun_s = self.planned_s = self.elapsed_s
 
     def state_dict(self) -> dict:
         return {name: copy.copy(getattr(self, name)) for name in self._STATE}
@@ -222,6 +219,8 @@ class Plan:
             momentum starts to change; None: it does not change.
         eval_only: nothing is trained, whatever `total_steps` is.
         recut: see `toolkit.run.console.Progress`.
+        follows_checkpoint: whether a run that resumes takes over schedule and length of the checkpoint; otherwise it
+            keeps those of this command (`run.resume_schedule`).
     """
 
     sampler: EpochSampler
@@ -237,6 +236,7 @@ class Plan:
     bn_momentum: tuple[float, int] | None = None
     recut: int = 0
     eval_only: bool = False
+    follows_checkpoint: bool = True
 
     kept_in_rollback = True  # the data go on after the window that broke
 
@@ -364,9 +364,13 @@ class Plan:
         """Adapt length and schedule after `step` updates, if the script has changed the accumulation."""
         if self.accumulation == self._reckoned_with:
             return []
-        notes = self._retime(step, self.sampler.state_dict(), self._reckoned_with, keep_schedule=True)
+        return self._adapt(step, self.sampler.state_dict(), keep_schedule=True)
+
+    def _adapt(self, step: int, sampler_before: Mapping, keep_schedule: bool) -> list[str]:
+        """Adapt length and schedule to the present batches and accumulation, and reckon with these from now on."""
+        accumulation_before = self._reckoned_with
         self._reckoned_with = self.accumulation
-        return notes
+        return self._retime(step, sampler_before, accumulation_before, keep_schedule)
 
     def _retime(self, step: int, sampler_before: Mapping, before: tuple[int, int], keep_schedule: bool) -> list[str]:
         """Set length and schedule so that the run ends at the same place in the data as planned before.
@@ -429,28 +433,31 @@ class Plan:
             "without_own_rates": self._steps_without_own_rates,
         }
 
-    def resume(self, state: Mapping, sampler_before: Mapping, step: int, keep_schedule: bool) -> list[str]:
-        """Restore the plan of a checkpoint, adapted to the present batch size, and return sentences for the console.
-
-        Args:
-            state: result of `state_dict` in the checkpoint.
-            sampler_before: state of the sampler in the same checkpoint.
-            step: optimizer steps made at the checkpoint.
-            keep_schedule: True: go on with the checkpoint's schedule and length; False: keep those of this command.
-        """
-        if keep_schedule:
+    def load_state_dict(self, state: Mapping) -> None:
+        """Restore the plan of a checkpoint; `go_on` then adapts it to this start."""
+        if self.follows_checkpoint:
             self._take_up_schedule(state)
-        elif self.budget is not None:
-            self.budget.count_on(step, state["budget"])
-            if self.budget.is_used_up:
-                self.total_steps = step
-                self.limit = "run.max_minutes"
+        elif self.budget is not None and state["budget"] is not None:
+            self.budget.elapsed_s = state["budget"]["elapsed_s"]
         self.recut = state["recut"]
-        notes = self._retime(step, sampler_before, tuple(state["accumulation"]), keep_schedule)
+        self._reckoned_with = tuple(state["accumulation"])
         own_rates = state.get("without_own_rates")
         if own_rates is not None:
             self._steps_without_own_rates = int(own_rates)
-        return notes
+
+    def go_on(self, step: int, sampler_before: Mapping) -> list[str]:
+        """Adapt the restored plan to the batches of this start, and return sentences for the console.
+
+        Args:
+            step: optimizer steps made at the checkpoint.
+            sampler_before: state of the sampler in the checkpoint.
+        """
+        if self.budget is not None and not self.follows_checkpoint:
+            self.budget.count_on(step)
+            if self.budget.is_used_up:
+                self.total_steps = step
+                self.limit = "run.max_minutes"
+        return self._adapt(step, sampler_before, self.follows_checkpoint)
 
     def _take_up_schedule(self, state: Mapping) -> None:
         self.schedule.load_state_dict(state["schedule"])

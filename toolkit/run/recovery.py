@@ -16,7 +16,7 @@ from toolkit.base.distributed import agree_max, gather_objects, run_on_main, sta
 from toolkit.base.errors import StoppedByGuard
 from toolkit.run.checkpoint import Checkpoint, newest_valid
 from toolkit.run.checkpoint_content import by_storage
-from toolkit.run.saving import restore_rolled_back_state, save
+from toolkit.run.saving import roll_back, save
 from toolkit.run.training_window import TrainingWindow
 from toolkit.step.guard import (
     STATE_PARTS,
@@ -163,7 +163,7 @@ def act_on_refusal(t, action: Action, message: str, broken: Sequence[str]) -> No
         checkpoint, passed_over = state_from_main(lambda: newest_valid(t.checkpoints.folder))
         if checkpoint is None:
             raise StoppedByGuard(f"{message}\nNo checkpoint to roll back to exists. {' '.join(passed_over)}")
-        restore_rolled_back_state(t, checkpoint)
+        roll_back(t, checkpoint)
         t.guard.look_at_new_state()
         t.checkpoints.saved_step = t.log.status["step"] = t.step
         if t.validation.best.step > t.step:  # of weights that are gone, which the loop evaluated by itself
@@ -285,7 +285,7 @@ def _go_back(t) -> str:
         return f"The newest finite state is the checkpoint of step {step}."
     if t.guard.start is None:
         return "No state is saved: none was before."
-    restore_rolled_back_state(t, t.guard.start)
+    roll_back(t, t.guard.start)
     save(t)
     t.log.status["step"] = t.step
     return f"No later state was saved before it broke: the state of step {t.step}, with which the run began, is saved."

@@ -21,7 +21,7 @@ from toolkit.run.checkpoint_content import by_storage
 from toolkit.run.parts import WeightFacts
 from toolkit.run.settings_file import Change
 
-EVALUATED_PARTS = ("model", "loss_weights", "ema")  # the parts that an evaluation needs
+EVALUATED_PARTS = ("model", "loss_weights", "ema", "best")  # the parts that an evaluation needs
 
 
 @dataclass
@@ -108,73 +108,63 @@ def content_of_run(t) -> dict:
     return by_storage(t.step, t.parts.state_dict())
 
 
-def restore_checkpoint(
-    t, checkpoint: Checkpoint, keep_schedule: bool = True, changed: Sequence[Change] = ()
-) -> list[str]:
+def restore_checkpoint(t, checkpoint: Checkpoint, changed: Sequence[Change] = ()) -> list[str]:
     """Restore everything that a checkpoint holds into `t`, and return sentences on what differs from the run so far.
 
-    If `run.eval_only` is set, only the weights are restored, and the run folder is not changed.
+    If `run.eval_only` is set, only what an evaluation needs is restored, and the run folder is not changed.
 
     Args:
         checkpoint: result of `load_checkpoint`.
-        keep_schedule: True: restore the learning-rate schedule and the length of the checkpoint; False: keep those of
-            this command.
         changed: settings that differ from those of the run so far, to explain why a checkpoint does not fit.
 
     Raises:
         BadInput: the checkpoint is of other classes or another model, or cannot be restored. The run folder is not
             changed then.
     """
-    path = checkpoint.path
-    names = [category["name"] for category in checkpoint.categories]
-    if names != t.validation.table.class_names:
-        renamed = [f"; {change.values}" for change in changed if change.key == "data.classes"]
-        now = t.validation.table.class_names
-        raise BadInput(f"{path} is of the classes {names}, the data has {now}{''.join(renamed)}")
+    _check_classes(t, checkpoint, changed)
     _check_fit(t, checkpoint, changed)
-    rates_of_groups = [{key: group[key] for key in _OWN_RATES if key in group} for group in t.optimizer.param_groups]
-    asked = t.plan.total_steps
-    restore_rolled_back_state(t, checkpoint)
+    t.step = checkpoint.step
     if t.plan.eval_only:
-        return _load_best(t, checkpoint)
-    with checkpoint.reading("data") as data:
-        notes = t.data.load_state_dict(data)
-    with checkpoint.reading("sampler") as sampler:
-        notes += _restore_sampler(t, sampler, data)
-    if not keep_schedule:
-        for group, rates in zip(t.optimizer.param_groups, rates_of_groups, strict=True):
-            group.update(rates)
-    with checkpoint.reading("weight_facts") as facts:
-        notes += t.checkpoints.weight_facts.load_state_dict(facts)
-    with checkpoint.reading("plan") as plan:
-        notes += t.plan.resume(plan, sampler, t.step, keep_schedule)
+        t.checkpoints.saved_step = t.step
+        return t.parts.named(EVALUATED_PARTS).load_state_dict(checkpoint)
+    asked = t.plan.total_steps
+    notes = t.parts.load_state_dict(checkpoint)
+    with checkpoint.reading("plan"):
+        notes += t.plan.go_on(t.step, checkpoint.of_part("sampler"))
         t.set_rates()  # those of the checkpoint's optimizer were of the update before
-    with checkpoint.reading("guard") as guard:
-        t.guard.load_state_dict(guard)
-    with checkpoint.reading("log") as log:
-        t.log.load_state_dict(log)
     total_steps = t.plan.total_steps
-    if keep_schedule and total_steps <= t.step and asked > total_steps:
+    if t.plan.follows_checkpoint and total_steps <= t.step and asked > total_steps:
         notes.append(
             f"the run is finished at step {t.step} of {total_steps}, nothing is left to train: "
             f"--run.resume_schedule new goes on to step {asked}"
         )
-    return notes + _load_best(t, checkpoint)
+    return notes + _take_up_links(t, checkpoint)
 
 
-def _restore_sampler(t, sampler: Mapping, data: Mapping) -> list[str]:
-    """Restore the place in the data, and return sentences on what differs.
-
-    Raises BadInput if it is a place in other data. The message says which tables have changed.
+def _take_up_links(t, checkpoint: Checkpoint) -> list[str]:
+    """Point the links `latest` and `best` of this run folder where the resumed run has them; return a list of one
+    sentence if the best checkpoint is gone.
     """
-    try:
-        return t.sampler.load_state_dict(sampler)
-    except BadInput as error:
-        raise BadInput([*error.problems, *t.data.changes(data)]) from error
+    best = t.validation.best
+    folder = t.checkpoints.folder
+    if run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve()):
+        t.checkpoints.saved_step = t.step
+        run_on_main(lambda: repair_latest(checkpoint.path))
+    step = best.step
+    if best.value is None or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
+        return []
+    best.value = None
+    best.step = -1
+    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
 
 
-# Of a parameter group, what the settings say of its updates.
-_OWN_RATES = ("initial_lr", "weight_decay", "momentum", "nesterov", "betas")
+def _check_classes(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
+    """Raise BadInput if the checkpoint is of other classes than the data."""
+    before = [category["name"] for category in checkpoint.categories]
+    now = t.validation.table.class_names
+    if before != now:
+        renamed = [f"; {change.values}" for change in changed if change.key == "data.classes"]
+        raise BadInput(f"{checkpoint.path} is of the classes {before}, the data has {now}{''.join(renamed)}")
 
 
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
@@ -214,38 +204,7 @@ def _misfits(current: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list
     ]
 
 
-def _load_best(t, checkpoint: Checkpoint) -> list[str]:
-    best = t.validation.best
-    folder = t.checkpoints.folder
-    with checkpoint.reading("best") as saved:
-        is_same_metric = best.load_state_dict(saved)
-    in_this_folder = run_on_main(lambda: checkpoint.path.resolve().parent == folder.resolve())
-    if t.plan.eval_only or in_this_folder:
-        t.checkpoints.saved_step = t.step
-    if in_this_folder and not t.plan.eval_only:
-        run_on_main(lambda: repair_latest(checkpoint.path))
-    if not is_same_metric:
-        return [f"best metric starts anew: it was {saved['metric']}, now {best.metric}"]
-    step = best.step
-    if best.value is None or t.plan.eval_only or run_on_main(lambda: bring_best(checkpoint.path, step, folder)):
-        return []
-    best.value = None
-    best.step = -1
-    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
-
-
-def restore_rolled_back_state(t, checkpoint: Checkpoint) -> None:
-    """Set `t.step` to the step of a checkpoint and restore the parts that a rollback restores, see `toolkit.run.parts`.
-
-    If `run.eval_only` is set, only the parts in `EVALUATED_PARTS` are restored.
-    """
+def roll_back(t, checkpoint: Checkpoint) -> None:
+    """Set `t.step` to the step of a checkpoint, and restore the parts that a rollback restores."""
     t.step = checkpoint.step
-    saved = checkpoint.by_part()
-    if "ema" not in saved:  # a run that begins to average here
-        saved["ema"] = saved["model"]
-    if t.plan.eval_only:
-        saved = {name: saved[name] for name in EVALUATED_PARTS if name in saved}
-    for name, part in t.parts.undone_in_rollback().items():
-        if name in saved:
-            with checkpoint.reading(name):
-                part.load_state_dict(saved[name])
+    t.parts.undone_in_rollback().load_state_dict(checkpoint)

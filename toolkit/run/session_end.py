@@ -8,7 +8,7 @@ from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import as_sentences
 from toolkit.data import pipeline
 from toolkit.models.final import write_white
-from toolkit.run.session_objects import evaluation_loader
+from toolkit.run.session_build import evaluation_loader
 from toolkit.run.training import Training
 from toolkit.run.validation import evaluate_test_split, finish
 
@@ -24,7 +24,8 @@ def end(s: Any, t: Training) -> None:
         run_on_main(lambda: write_final(s, t))
         s.stop_if_asked("after final/ was written")
         if s.test_table is not None:
-            evaluate_test_split(t, s.test_table, evaluation_loader(s, t.detector, s.test_table), s.config.eval)
+            loader = evaluation_loader(s.config, t.detector, s.test_table, s.accelerator.device)
+            evaluate_test_split(t, s.test_table, loader, s.config.eval)
     t.log.raise_write_error()
     hub = s.config.hub
     run_on_main(lambda: t.log.attempt("the report", partial(_report, s, t, trained)))

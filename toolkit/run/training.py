@@ -18,7 +18,7 @@ from toolkit.data.sampling import EpochSampler
 from toolkit.models.detector import Detector
 from toolkit.run import loop
 from toolkit.run.log import Log
-from toolkit.run.parts import Extra, OptimizerPart, Parts, TrainingData
+from toolkit.run.parts import Extra, OptimizerPart, Parts, PlaceInData, TrainingData
 from toolkit.run.plan import Plan
 from toolkit.run.recovery import RunGuard
 from toolkit.run.saving import Checkpoints
@@ -102,12 +102,12 @@ class Training:
         parts = Parts(model=self.detector, loss_weights=self.loss_weights)
         if self.ema.is_on:
             parts["ema"] = self.ema
-        parts["optimizer"] = OptimizerPart(self.optimizer)
+        parts["optimizer"] = OptimizerPart(self.optimizer, keeps_rates=not self.plan.follows_checkpoint)
         parts["extra"] = self.extra
         if self.accelerator.scaler is not None:
             parts["scaler"] = self.accelerator.scaler
         parts["data"] = self.data
-        parts["sampler"] = self.sampler
+        parts["sampler"] = PlaceInData(self.sampler, self.data)
         parts["weight_facts"] = self.checkpoints.weight_facts
         parts["plan"] = self.plan
         parts["guard"] = self.guard

@@ -5,7 +5,6 @@ missed are sent from metrics.jsonl when the run is resumed. A new tracker is a s
 `toolkit.index.TRACKERS`; its exceptions are caught here.
 """
 
-import json
 import os
 import sys
 import warnings
@@ -18,12 +17,14 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from toolkit import index
 from toolkit.base.errors import BadInput
+from toolkit.base.files import read_json_object, write_json_atomic
 from toolkit.base.text import did_you_mean
 from toolkit.data.table import DetectionTable
 from toolkit.run.best import Best
 from toolkit.run.folder import ERRORS_FILE, note_traceback
 from toolkit.run.metrics_log import MetricsLog, read_metrics
 
+TRACKERS_FILE = "tracker.json"  # of the run folder
 
 @dataclass(frozen=True)
 class RunDescription:
@@ -81,7 +82,7 @@ class Tracker:
         run_id: identifier of the run in the program; None: it gives none.
         floor: the last step that the program has received, if `start` could find it out; it overrides the steps in
             `tracker.json`. None: the steps in `tracker.json` are correct.
-        notes: JSON values of the tracker's own, which are stored and given back when the run is resumed.
+        notes: JSON values of the tracker's own, which are kept in `tracker.json` for a run that resumes.
     """
 
     def __init__(self, name: str):
@@ -181,13 +182,14 @@ class RunWriter:
         about: facts about the run for the trackers.
         data: facts about the data for the trackers, by split.
         is_main: this is the main process.
-        resume_state: `state_dict()` in the checkpoint that the run resumes from; None for a fresh start.
+        rows_before: number of rows at the checkpoint that the run resumes from; None for a fresh start.
         eval_only: nothing is trained, so the rows of steps after the checkpoint are kept too.
         track_unscaled: whether to send the unweighted losses, `..._unscaled`, to the trackers too.
 
-    `tracker.json` holds the run ids and the last steps that were sent. A step is written there before it is sent, so
-    that it is not sent twice if the process is killed between the two. After a kill, the server of W&B says which steps
-    it has; offline files, which lack the steps that were in memory, get all rows again, each under its step.
+    All that is known of the trackers is in `tracker.json`: run ids, last steps that were sent, and notes. A step is
+    written there before it is sent, so that it is not sent twice if the process is killed between the two. After a
+    kill, the server of W&B says which steps it has; offline files, which lack the steps that were in memory, get all
+    rows again, each under its step.
     The row of an evaluation is sent together with `best/...`, the numbers of the best evaluation so far.
     """
 
@@ -199,7 +201,7 @@ class RunWriter:
         about: RunDescription | None = None,
         data: Mapping[str, DataFacts] | None = None,
         is_main: bool = True,
-        resume_state: Mapping | None = None,
+        rows_before: int | None = None,
         eval_only: bool = False,
         track_unscaled: bool = False,
     ):
@@ -210,14 +212,15 @@ class RunWriter:
         self._best = _BestNumbers((about or RunDescription()).metric)
         if not is_main:
             return
-        continues = resume_state is not None and (self.folder / "metrics.jsonl").exists()  # else a fork, or fresh
-        kept = sys.maxsize if eval_only else resume_state["rows"] if continues else 0
-        self._metrics = MetricsLog(self.folder / "metrics.jsonl", kept)
-        earlier = _known_trackers(self.folder, resume_state) if continues else {}
+        rows = self.folder / "metrics.jsonl"
+        goes_on = rows_before is not None and rows.exists()  # else it is new, or goes on from the run of another folder
+        kept = rows_before if goes_on else 0
+        self._metrics = MetricsLog(rows, sys.maxsize if eval_only else kept)
+        earlier = read_json_object(self.folder / TRACKERS_FILE) if goes_on else {}
         self._feeds = [_Feed(name, self.folder, self._save, earlier.get(name)) for name in trackers]
         for feed in self._feeds:
             feed.start(about or RunDescription(), data or {})
-        for row in read_metrics(self._metrics.path) if trackers else ():
+        for row in read_metrics(rows) if trackers else ():
             self._send(row)
 
     @property
@@ -226,12 +229,8 @@ class RunWriter:
         return any(feed.works for feed in self._feeds)
 
     def state_dict(self) -> dict:
-        """Return JSON values for the checkpoint: the number of rows, and the run ids by tracker.
-
-        The keys are the same on every process.
-        """
-        rows = self._metrics.rows if self._is_main else 0
-        return {"rows": rows, "run_ids": {feed.tracker.name: feed.tracker.run_id for feed in self._feeds}}
+        """Return JSON values for the checkpoint: the number of rows. The keys are the same on every process."""
+        return {"rows": self._metrics.rows if self._is_main else 0}
 
     def log(self, row: Mapping[str, float | int | str | None]) -> None:
         """Write a row to metrics.jsonl, then send it to the trackers.
@@ -295,10 +294,8 @@ class RunWriter:
                 feed.call(lambda tracker: tracker.log(values, step))
 
     def _save(self) -> None:
-        # Replaced at each row, so without the flushes to the disk that survive a power cut.
-        temp = self.folder / ".tmp-tracker.json"
-        temp.write_text(json.dumps({feed.tracker.name: feed.state_dict() for feed in self._feeds}), "utf-8")
-        os.replace(temp, self.folder / "tracker.json")
+        state = {feed.tracker.name: feed.state_dict() for feed in self._feeds}
+        write_json_atomic(self.folder / TRACKERS_FILE, state)
 
 
 class _Feed:
@@ -381,11 +378,3 @@ class _BestNumbers:
             self._numbers = {f"best/{name}": value for name, value in numbers.items()}
             self._numbers |= {f"best/{metric}": row[f"val/{metric}"], "best/step": row["step"]}
         return self._numbers
-
-
-def _known_trackers(folder: Path, resume_state: Mapping) -> dict[str, dict]:
-    """Read what the trackers of a run that goes on have of it: from `tracker.json`, else from the checkpoint."""
-    try:
-        return json.loads((folder / "tracker.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {name: {"run_id": run_id} for name, run_id in resume_state["run_ids"].items() if run_id}
