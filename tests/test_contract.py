@@ -38,6 +38,7 @@ from toolkit.base import imports
 from toolkit.base.errors import BadInput
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import DetectorOptions, build_detector, options_class
+from toolkit.models.final import load_detector_weights
 from toolkit.run.processes import prepare
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import LossWeights, window_denominators
@@ -110,6 +111,16 @@ def test_a_vision_transformer_has_no_layer_behind_its_deepest_map_whatever_its_d
     sum(losses.values()).backward()
     assert trained_without_gradient(detector) == [] and not detector.leaves_unused
     assert len(detector.model.model.backbone.backbone.encoder.layer) == (layers if layers in (1, 2, 5) else 11)
+
+
+def test_weights_of_rf_detr_from_before_its_maps_were_at_each_quarter_are_refused(tmp_path):
+    detector = build("rf_detr", **NARROW, size="nano", encoder_layers=5)
+    before = detector.state_dict()
+    assert before.pop("map_layers").tolist() == [1, 2, 4, 5]
+    with pytest.raises(BadInput, match="run: the weights are not those of .*: 1 missing: map_layers"):
+        load_detector_weights(detector, before, tmp_path / "run")
+    published = build("rf_detr", **NARROW, size="nano").state_dict()
+    assert "map_layers" not in published
 
 
 @pytest.mark.parametrize(("name", "tiny"), [("rf_detr", TINY_RF_DETR), ("lw_detr", TINY_LW_DETR)])

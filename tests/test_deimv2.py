@@ -14,6 +14,7 @@ from toolkit.detectors.detr.weights_deimv2 import DEIMV2, vit_names
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.pretrained import open_pretrained
+from toolkit.models.weights.weight_files import fitting
 from toolkit.tools.predict.open import open_own_detector
 
 # Numbers that learn in the models of configs/deimv2, built with the program; L and X less the masked biases of keys.
@@ -92,4 +93,4 @@ def test_what_does_not_fit_is_said():
         build("deimv2", size="s", source_config=size_config("n"))
     state, _ = published("rfdetr_nano")
     with pytest.raises(BadInput, match=r"rf-detr-large.pth: the large RF-DETR of 2025 with two feature maps"):
-        RF_DETR.described(state | {"backbone.0.projector.stages.1.0.cv1.conv.weight": None}, "rf-detr-large.pth")
+        fitting(RF_DETR, state | {"backbone.0.projector.stages.1.0.cv1.conv.weight": None}, "rf-detr-large.pth")

@@ -20,6 +20,7 @@ from toolkit.detectors.detr.ecdet_sizes import ECDET_SIZES, size_config
 from toolkit.detectors.detr.weights_ecdet import ECDET, ecvit_names
 from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.pretrained import open_pretrained
+from toolkit.models.weights.weight_files import fitting
 from toolkit.tools.predict.open import open_own_detector
 
 # Numbers that learn in the models of configs/ecdet, built with the program.
@@ -51,10 +52,10 @@ def test_losses_are_those_of_the_program(size):
     for name in state:
         if "bbox_head" in name and ".layers.2." in name:
             state[name] = state[name] * 0.1
-    found = ECDET.described(state, f"ecdet_{size}.pth")
+    found, ours = fitting(ECDET, state, f"ecdet_{size}.pth")
     found.options["source_config"]["num_queries"] = 6
     detector = build("ecdet", class_names=found.class_names, **found.options).train()
-    detector.load_state_dict(ECDET.ours_from(state), strict=False)
+    detector.load_state_dict(ours, strict=False)
     targets = [target(*each) for each in zip(BOXES, LABELS, strict=True)]
     outputs = detector(pixels(2, 3, SIDE, SIDE), torch.tensor([[SIDE, SIDE]] * 2), targets)
     losses, _ = detector.criterion(outputs, targets, detector.denominators(targets))
@@ -108,9 +109,10 @@ def test_the_file_of_a_backbone_is_loaded(tmp_path, capsys):
     state, _ = published("ecdet_s", CONSTANTS)
     alone = {name.removeprefix(below): tensor for name, tensor in state.items() if name.startswith(below)}
     torch.save(alone, tmp_path / "ecvit.pth")
-    source = ECDET.described(state, "ecdet_s.pth").options["source_config"]
+    found, weights = fitting(ECDET, state, "ecdet_s.pth")
+    source = found.options["source_config"]
     detector = build("ecdet", source_config=source, pretrained_backbone=str(tmp_path / "ecvit.pth"))
-    whole = {n.removeprefix(ours): tensor for n, tensor in ECDET.ours_from(state).items() if n.startswith(ours)}
+    whole = {n.removeprefix(ours): tensor for n, tensor in weights.items() if n.startswith(ours)}
     assert ecvit_names(alone).keys() == whole.keys()
     own = detector.state_dict()
     assert all(tensor.equal(own[ours + name]) for name, tensor in whole.items())
@@ -130,4 +132,4 @@ def test_what_does_not_fit_is_said():
         build("ecdet", backbone="resnet18")
     state, _ = published("ecdet_s", CONSTANTS)
     with pytest.raises(BadInput, match=r"ecseg_s.pth: an ECSeg, which has masks"):
-        ECDET.described(state | {"decoder.decoder.segmentation_head.bias": torch.zeros(1)}, "ecseg_s.pth")
+        fitting(ECDET, state | {"decoder.decoder.segmentation_head.bias": torch.zeros(1)}, "ecseg_s.pth")

@@ -18,6 +18,7 @@ from toolkit.detectors.detr.lw_detr_sizes import LW_DETR_SIZES
 from toolkit.detectors.detr.weights_lw_detr import LW_DETR
 from toolkit.models.weights.names import coco_by_id
 from toolkit.models.weights.pretrained import open_pretrained
+from toolkit.models.weights.weight_files import fitting
 from toolkit.tools.predict.open import open_own_detector
 
 # Numbers that learn in the program's models for COCO.
@@ -46,9 +47,9 @@ def target(boxes, labels) -> dict:
 @pytest.mark.parametrize("size", ["tiny", "large"])
 def test_losses_are_those_of_the_program(size):
     state, expected = published(f"lwdetr_{size}")
-    found = LW_DETR.described(state, f"LWDETR_{size}_60e_coco.pth")
+    found, ours = fitting(LW_DETR, state, f"LWDETR_{size}_60e_coco.pth")
     detector = build("lw_detr", class_names=found.class_names, **found.options).train()
-    detector.load_state_dict(LW_DETR.ours_from(state))
+    detector.load_state_dict(ours)
     targets = [target(*each) for each in zip(BOXES, LABELS, strict=True)]
     outputs = detector(pixels(2, 3, *HW), torch.tensor([HW] * 2), targets)
     losses, _ = detector.criterion(outputs, targets, detector.denominators(targets))
@@ -146,4 +147,4 @@ def test_what_does_not_fit_is_said():
     state, _ = published("lwdetr_tiny")
     more = {name.replace("blocks.0.", "blocks.6."): tensor for name, tensor in state.items() if "blocks.0." in name}
     with pytest.raises(BadInput, match=r"b.pth: the vision transformer has 7 blocks"):
-        LW_DETR.described(state | more, "b.pth")
+        fitting(LW_DETR, state | more, "b.pth")

@@ -29,6 +29,7 @@ from toolkit.models import build_detector, pasted_masks
 from toolkit.models.start import start_detector
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.pretrained import open_pretrained
+from toolkit.models.weights.weight_files import fitting
 
 # 4 groups of 8 queries and 2 images: as many points as transformers matches at, of masks of 16 x 16 cells
 TINY = TINY_RF_DETR | {"num_queries": 8, "group_detr": 4, "intermediate_size": 64}
@@ -245,11 +246,10 @@ def test_the_publisher_s_file_with_masks_is_read():
     head |= {f"{block}.layers.0.weight": (4 * width, width), f"{block}.layers.0.bias": (4 * width,)}
     head |= {f"{block}.layers.2.weight": (width, 4 * width), f"{block}.layers.2.bias": vector}
     state |= {f"segmentation_head.{name}": numbers(name, shape) for name, shape in head.items()}
-    found = RF_DETR.described(state, "rf-detr-seg-small.pt")
+    found, ours = fitting(RF_DETR, state, "rf-detr-seg-small.pt")
     assert found.options["masks"] is True and found.options["source_config"]["decoder_layers"] == layers
     assert found.options["source_config"]["backbone_config"]["num_windows"] == 2
     detector = build_detector(found.architecture, class_names=found.class_names, **found.options)
-    ours = RF_DETR.ours_from(state)
     table = map_weights(detector.state_dict(), ours)
     assert not table.unused and not [name for name in table.new if "register_tokens" not in name]
     assert [name for name in not_taken(state, ours) if "mask_token" not in name and "_kp" not in name] == []

@@ -28,18 +28,16 @@ from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.detectors.detr.weights_rt_detr import D_FINE, RT_DETR
 from toolkit.detectors.faster_rcnn import weights_maskrcnn_benchmark as maskrcnn_benchmark
-from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn_of_torchvision
 from toolkit.detectors.scene_graphs import weights_scene_graph_benchmark as scene_graphs
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
-from toolkit.detectors.ssd import weights_torchvision as ssd_of_torchvision
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.mapping import map_weights
-from toolkit.models.weights.names import COCO_80, VG_150, Publisher, coco_by_id, resnet_name
-from toolkit.models.weights.weight_files import open_published_weights, publishers, read_state
+from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
+from toolkit.models.weights.weight_files import fitting, open_published_weights, publishers, read_state
 
 
 def constants(points: list, reg_scale: float = 4.0) -> dict:
@@ -84,13 +82,12 @@ def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(n
     publisher = index.load(reference)
     state, expected = published(name, constants(points, 8.0 if name == "dfine_x" else 4.0))
     assert [each for each in publishers() if each.recognised(state)] == [publisher]
-    found = publisher.described(state, file)
+    found, ours = fitting(publisher, state, file)
     queries = {"num_queries": expected["boxes"].shape[1]}
     of_source = found.options.get("source_config")
     config = queries if of_source is None else {"source_config": of_source | queries}
     torch.manual_seed(0)
     detector = build_detector(found.architecture, class_names=found.class_names, **(found.options | config)).eval()
-    ours = publisher.ours_from(state)
     table = map_weights(detector.state_dict(), ours)
     empty = ("n_points_scale", "register_tokens")  # a constant, not in the first RT-DETR; none of them
     assert not table.unused and all(new.endswith(empty) for new in table.new)
@@ -115,17 +112,17 @@ def test_the_layer_of_rf_detr_base_behind_its_deepest_map_is_left_out_and_named(
     vit = "backbone.0.encoder.encoder"
     width = len(state[f"{vit}.embeddings.patch_embeddings.projection.weight"])
     state[f"{vit}.embeddings.patch_embeddings.projection.weight"] = torch.zeros(width, 3, 14, 14)  # of base alone
-    found = RF_DETR.described(state, "rf-detr-base.pth")
+    found, ours = fitting(RF_DETR, state, "rf-detr-base.pth")
     assert "1 of the 12 layers" in found.notes[0]
     detector = build_detector(found.architecture, class_names=found.class_names, **found.options)
-    table = map_weights(detector.state_dict(), RF_DETR.ours_from(state))
+    table = map_weights(detector.state_dict(), ours)
     assert not table.new and len(table.unused) == 18 and all(".layer.11." in name for name in table.unused)
 
 
 def test_a_d_fine_with_silu_stays_so(tmp_path):
     """DEIM's and RT-DETRv4's, in `final/`; the tensors of DEIM's are D-FINE's, so that its name has to tell."""
     state, _ = published("rtv4_s", constants([3, 6, 3]))
-    found = D_FINE.described(state, "rtv4_s.pth")
+    found, _ = fitting(D_FINE, state, "rtv4_s.pth")
     detector = build_detector("d_fine", class_names=found.class_names, **found.options).eval()
     detector.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(found.class_names)])
     again, _, _ = load_detector_folder(tmp_path / "final")
@@ -135,13 +132,13 @@ def test_a_d_fine_with_silu_stays_so(tmp_path):
     assert outputs[0]["logits"].equal(outputs[1]["logits"]) and outputs[0]["boxes"].equal(outputs[1]["boxes"])
 
     state, _ = published("dfine_s", constants([3, 6, 3]))
-    of_deim = D_FINE.described(state, "deim_dfine_hgnetv2_s_coco_120e.pth")
-    of_d_fine = D_FINE.described(state, "dfine_s_coco.pth")
+    of_deim, _ = fitting(D_FINE, state, "deim_dfine_hgnetv2_s_coco_120e.pth")
+    of_d_fine, _ = fitting(D_FINE, state, "dfine_s_coco.pth")
     assert of_deim.options["source_config"]["head_activation"] == "silu" and "has SiLU" in of_deim.notes[0]
     assert "head_activation" not in of_d_fine.options["source_config"] and not of_d_fine.notes
     state, _ = published("v2_r18", constants([4, 4, 4]))
     with pytest.raises(BadInput, match="rt_detr_v2 has ReLU"):
-        RT_DETR.described(state, "deim_rtdetrv2_r18vd_coco_120e.pth")
+        fitting(RT_DETR, state, "deim_rtdetrv2_r18vd_coco_120e.pth")
 
 
 def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():
@@ -149,8 +146,9 @@ def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():
     detector = build_detector("detr", class_names=["a"], pre_norm=True, **sizes)
     state = {name: numbers(name, tensor.shape) for name, tensor in detector.state_dict().items()}
     theirs = as_detr_saves_it(state)
-    assert "transformer.encoder.norm.weight" in theirs and DETR.described(theirs, "a.pth").options["pre_norm"]
-    table = map_weights(state, DETR.ours_from(theirs))
+    found, ours = fitting(DETR, theirs, "a.pth")
+    assert "transformer.encoder.norm.weight" in theirs and found.options["pre_norm"]
+    table = map_weights(state, ours)
     assert not table.unused and all(new.endswith("num_batches_tracked") for new in table.new)
     assert all(tensor.equal(state[name]) for name, tensor in table.state.items())
 
@@ -200,12 +198,10 @@ def test_torchvision_s_detectors_equal_torchvision(name, side, eps):
         theirs = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes, **settings)
     state = filled(theirs)
     theirs.load_state_dict(state)
-    publisher = faster_rcnn_of_torchvision if name.startswith("fasterrcnn") else ssd_of_torchvision
-    assert [each for each in publishers() if each.recognised(state)] == [publisher]
-    found = publisher.described(state, f"{name}_coco-0123abcd.pth")
-    assert found.architecture == name and len(found.class_names) == classes - 1
+    (publisher,) = [each for each in publishers() if each.recognised(state)]
+    found, ours = fitting(publisher, state, f"{name}_coco-0123abcd.pth")
+    assert publisher.program == "torchvision" and found.architecture == name and len(found.class_names) == classes - 1
     detector = build_detector(name, class_names=found.class_names, **found.options).eval()
-    ours = publisher.ours_from(state)
     assert ours.keys() == detector.state_dict().keys() and not not_taken(state, ours)
     detector.load_state_dict(ours)
 
@@ -227,12 +223,11 @@ def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
     benchmark = maskrcnn_benchmark.MASKRCNN_BENCHMARK
     state, expected = published_rcnn(name)
     assert [each for each in publishers() if each.recognised(state)] == [benchmark]
-    found = benchmark.described(state, "model_final.pth")
+    found, ours = fitting(benchmark, state, "model_final.pth")
     assert found.options["stride_in_1x1"] == (name == "mb_r50")
     detector = build_detector("faster_rcnn", class_names=found.class_names, **found.options).eval()
     again = build_detector(**detector.resolved_options(), class_names=found.class_names)
     assert str(again) == str(detector)
-    ours = benchmark.ours_from(state)
     assert ours.keys() == detector.state_dict().keys()
     detector.load_state_dict(ours)
     images, sizes = pixels(2, 3, 128, 192), torch.tensor([[128, 192], [100, 150]])
@@ -405,16 +400,9 @@ def test_averaged_weights_are_preferred_and_objects_refused(tmp_path):
 
 def names_alone() -> list[tuple]:
     """Each publisher, with the names of tensors by which its files are recognised."""
-    classifier = faster_rcnn_of_torchvision.CLASSIFIER
-    box_head = faster_rcnn_of_torchvision.MARKS["fasterrcnn_resnet50_fpn"]
     relation_head = f"{scene_graphs.PREDICTOR}rel_compress.weight"
-    cases = [(each, each.marks) for each in publishers() if isinstance(each, Publisher)]
-    return cases + [
-        (faster_rcnn_of_torchvision, (faster_rcnn_of_torchvision.BODY, classifier, box_head)),
-        (ssd_of_torchvision, ssd_of_torchvision.MARKS["ssd300_vgg16"][0]),
-        (gluoncv, ("stages.0.0.0.weight", "yolo_outputs.0.prediction.weight")),
-        (scene_graphs.SCENE_GRAPH_BENCHMARK, (scene_graphs.STEM, scene_graphs.CLASSIFIER, relation_head)),
-    ]
+    marks = {scene_graphs.SCENE_GRAPH_BENCHMARK: (scene_graphs.STEM, scene_graphs.CLASSIFIER, relation_head)}
+    return [(each, marks.get(each, each.marks)) for each in publishers() if each is not darknet.DARKNET]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (1, 1), (1, 1, 1, 1)], ids=str)

@@ -75,8 +75,10 @@ RECIPES = {"ssd": f"{_SSD}.transforms:SsdTransform", "yolov3": f"{_YOLOV3}.trans
 
 # Publishers of weights, in the order in which they are tried for a file.
 PUBLISHERS = (
-    f"{_FASTER_RCNN}:weights_torchvision",
-    f"{_SSD}:weights_torchvision",
+    f"{_FASTER_RCNN}.weights_torchvision:FASTER_RCNN",
+    f"{_FASTER_RCNN}.weights_torchvision:FASTER_RCNN_V2",
+    f"{_SSD}.weights_torchvision:SSD300",
+    f"{_SSD}.weights_torchvision:SSDLITE320",
     f"{_SCENE_GRAPHS}.weights_scene_graph_benchmark:SCENE_GRAPH_BENCHMARK",
     f"{_FASTER_RCNN}.weights_maskrcnn_benchmark:MASKRCNN_BENCHMARK",
     f"{_DETR}.weights_detr:DETR",
@@ -89,8 +91,8 @@ PUBLISHERS = (
     f"{_DETR}.weights_rt_detr:RT_DETR",
     f"{_DETR}.weights_rf_detr:RF_DETR",
     f"{_DETR}.weights_lw_detr:LW_DETR",
-    f"{_YOLOV3}:weights_darknet",
-    f"{_YOLOV3}:weights_gluoncv",
+    f"{_YOLOV3}.weights_darknet:DARKNET",
+    f"{_YOLOV3}.weights_gluoncv:GLUONCV",
 )
 # Endings of files of weights that PyTorch and safetensors do not write -> the function that reads their tensors.
 WEIGHT_FILES = {

@@ -302,8 +302,8 @@ def wake_frozen_norms(backbone: nn.Module) -> None:
     timm initialises the last norm of a residual branch with 0, and a frozen norm would keep that weight.
     """
     for module in backbone.modules():
-        if "weight" in module._buffers and not module.weight.any():
-            module.weight.fill_(1)
+        if "weight" in module._buffers:
+            module.weight.masked_fill_(~module.weight.any(), 1)  # no `if`: on the meta device there is no value to ask
 
 
 def freeze_backbone(backbone: nn.Module, name: str, freeze: str, pretrained: bool | str) -> None:

@@ -22,6 +22,7 @@ from toolkit.base.public import without_machine
 from toolkit.base.text import shown
 from toolkit.data.table import Category
 from toolkit.models import build_detector, options_class
+from toolkit.models.weights.difference import difference
 from toolkit.models.weights.weight_files import read_tensors
 from toolkit.run.checkpoint_content import FORMAT_VERSION, stale
 from toolkit.run.layers import COMMAND_LINE, layer_of, nested
@@ -172,12 +173,10 @@ def load_detector_weights(detector: nn.Module, tensors: Mapping[str, torch.Tenso
 
     source: the file that the tensors come from, for the message.
     """
-    try:
-        detector.load_state_dict(tensors)
-    except RuntimeError as error:
-        lines = str(error).splitlines()[1:] or [str(error)]
-        first = lines[0].strip()[:300]
-        raise BadInput(f"{source}: the weights are not those of the detector beside them: {first}") from error
+    found = difference(detector.state_dict(), tensors)
+    if found:
+        raise BadInput(f"{source}: the weights are not those of the detector beside them: {found}")
+    detector.load_state_dict(tensors)
 
 
 def checked_size(size: Any) -> Mapping[str, int] | None:

@@ -255,7 +255,7 @@ class DetrCriterion(nn.Module):
         class_weights = torch.ones(num_classes + 1)
         class_weights[-1] = eos_coef
         # The weight as float32 holds it, so that numerator and denominator agree in float64 too.
-        self.eos_weight = class_weights[-1].item()
+        self.eos_weight = float(np.float32(eos_coef))
         self.register_buffer("class_weights", class_weights, persistent=False)
 
     def denominators(self, targets: Sequence[Mapping[str, Tensor]], num_queries: int) -> dict[str, float]:

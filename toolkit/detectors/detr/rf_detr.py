@@ -94,6 +94,11 @@ class RfDetr(GroupDetr):
 
     def _initialise(self, options: RfDetrOptions, source_config: Mapping | None) -> None:
         super()._initialise(options, source_config)
+        maps = list(self.model.config.backbone_config.out_indices)
+        of_source = ((source_config or {}).get("backbone_config") or {}).get("out_indices")
+        if maps not in PUBLISHED_MAPS and maps != of_source:
+            # Checkpoints from before these maps were at a quarter each have the same tensors but for this one.
+            self.register_buffer("map_layers", torch.tensor(maps))
         self.predicts_masks = options.masks
         if options.masks:
             self.masks = MaskHead(self.model.config)

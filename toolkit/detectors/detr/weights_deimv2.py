@@ -4,7 +4,6 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from toolkit.detectors.detr.weights_rt_detr import (
 from toolkit.models.weights.names import (
     Description,
     IncompleteWeights,
-    Pairs,
     Publisher,
     copied,
     count,
@@ -60,11 +58,14 @@ DECODER_LAYER = """
     norm1.scale self_attn_layer_norm.weight, norm2.scale encoder_attn_layer_norm.weight
     norm3.scale final_layer_norm.weight
 """
-LITE_ENCODER = """
+LITE_NAMES = pairs(
+    """
     input_proj input_proj, bi_fusion.cv bi_fusion_conv
     down_sample1.1 down_conv1.conv, down_sample1.2 down_conv1.norm
     down_sample2.1 down_conv2.conv, down_sample2.2 down_conv2.norm
-"""
+""",
+    below=[("encoder.", "model.model.encoder.")],
+)
 VIT_LAYER = """
     attn.proj attention.o_proj, attn attention, ls1.gamma layer_scale1.lambda1, ls2.gamma layer_scale2.lambda1
     mlp.fc1 mlp.up_proj, mlp.fc2 mlp.down_proj, mlp.w1 mlp.gate_proj, mlp.w2 mlp.up_proj, mlp.w3 mlp.down_proj
@@ -93,21 +94,9 @@ NAME_PAIRS = [
 ]
 
 
-@dataclass
-class _Deimv2(Publisher):
-    """The publisher's reader: more of its projections share a matrix, and its two encoders have names in common."""
-
-    lite_names: Pairs = field(default_factory=list)
-
-    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the publisher's tensors under our names."""
-        state = renamed(expand_joint_tensors(state), self.lite_names if LITE in state else [])
-        return super().ours_from(state)
-
-
-def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict in which joint projections are split, and tensors that safetensors stores once for several
-    names are repeated under each name."""
+def _prepared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with split projections. Those that safetensors stores once for several names are repeated
+    under each of them, and those of the light encoder get our names, because it shares names with the other one."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     result |= {f"decoder.{name}": box_constant(state, name) for name in ("up", "reg_scale")}
     shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count(state, "decoder.decoder.layers"))]
@@ -118,7 +107,8 @@ def expand_joint_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         del result[name]
         result[f"{stem}gate_proj.{leaf}"] = gate
         result[f"{stem}up_proj.{leaf}"] = up
-    return _split_vit(result)
+    result = _split_vit(result)
+    return renamed(result, LITE_NAMES) if LITE in state else result
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,7 +132,7 @@ def box_constant(state: Mapping[str, Tensor], name: str) -> Tensor:
     return state[stored]
 
 
-def _described(state: Mapping[str, Tensor], file: str) -> Description:
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     lite = LITE in state
     block = "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
@@ -194,7 +184,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
     options = {"source_config": config, "original": True, "size": size}
     classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
-    return Description("deimv2", options, classes, notes, image_side(state, config["feat_strides"]))
+    return [Description("deimv2", options, classes, notes, image_side(state, config["feat_strides"]))]
 
 
 def _structure(config: Mapping) -> dict:
@@ -236,12 +226,12 @@ def _vit(state: Mapping[str, Tensor]) -> dict:
     return vit_entries(ffn.shape[1], len(ffn), plain=plain, gated=gated)
 
 
-DEIMV2 = _Deimv2(
+DEIMV2 = Publisher(
     "Intellindust-AI-Lab/DEIMv2",
     _described,
     ("decoder.decoder.layers.0.swish_ffn.w12.weight",),
     NAME_PAIRS,
+    prepared=_prepared,
     left_out=LEFT_OUT,
     copies=COPIES,
-    lite_names=pairs(LITE_ENCODER, below=[("encoder.", "model.model.encoder.")]),
 )

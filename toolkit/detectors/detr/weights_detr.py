@@ -73,7 +73,7 @@ def _maybe_dc5(
     *,
     queries: str = "query_embed",
     no_object: int = 0,
-) -> Description:
+) -> list[Description]:
     """Describe a detector; DC5 has the same tensors and is recognised by the name of the file."""
     options = {
         **_sizes(state),
@@ -81,24 +81,20 @@ def _maybe_dc5(
         "num_queries": len(required(state, f"{queries}.weight", 2)),
     }
     notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
-    return Description(
-        architecture,
-        options,
-        named(len(required(state, "class_embed.weight", 2)) - no_object),
-        notes,
-    )
+    classes = named(len(required(state, "class_embed.weight", 2)) - no_object)
+    return [Description(architecture, options, classes, notes)]
 
 
 # ---------------------------------------------------------------- DETR
 
 
-def _detr(state: Mapping[str, Tensor], file: str) -> Description:
-    description = _maybe_dc5("detr", state, file, no_object=1)
+def _detr(state: Mapping[str, Tensor], file: str) -> list[Description]:
+    (description,) = _maybe_dc5("detr", state, file, no_object=1)
     if "backbone.1.row_embed.weight" in state:
         description.options["position_embedding"] = "learned"
     if "transformer.encoder.norm.weight" in state:
         description.options["pre_norm"] = True
-    return description
+    return [description]
 
 
 ATTENTION = "multihead_attn.out_proj encoder_attn.o_proj, multihead_attn encoder_attn"
@@ -122,7 +118,7 @@ CONDITIONAL_DETR = Publisher(
 # ---------------------------------------------------------------- DAB-DETR
 
 
-def _dab_detr(state: Mapping[str, Tensor], file: str) -> Description:
+def _dab_detr(state: Mapping[str, Tensor], file: str) -> list[Description]:
     if "transformer.patterns.weight" in state:
         raise BadInput(
             f"model.pretrained {file}: a DAB-DETR with several patterns for each query, which dab-detr does not have; "
@@ -154,7 +150,7 @@ DAB_DETR = Publisher(
 # ---------------------------------------------------------------- Deformable DETR
 
 
-def _deformable_detr(state: Mapping[str, Tensor], file: str) -> Description:
+def _deformable_detr(state: Mapping[str, Tensor], file: str) -> list[Description]:
     levels = len(required(state, "transformer.level_embed", 2))
     if levels != 4:
         raise BadInput(
@@ -167,7 +163,8 @@ def _deformable_detr(state: Mapping[str, Tensor], file: str) -> Description:
     else:
         options["num_queries"] = len(required(state, "query_embed.weight", 2))
         options["box_refine"] = "iterative" if "transformer.decoder.bbox_embed.0.layers.0.weight" in state else "none"
-    return Description("deformable_detr", options, named(len(required(state, "class_embed.0.weight", 2))))
+    classes = named(len(required(state, "class_embed.0.weight", 2)))
+    return [Description("deformable_detr", options, classes)]
 
 
 # Its decoder layer attends to the image first, but `norm1` is the norm after that, `norm2` the one after the queries.

@@ -53,11 +53,10 @@ NAME_PAIRS = [
 ]
 
 
-class _Ecdet(Publisher):
-    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the publisher's tensors under our names; safetensors has those with two names only once."""
-        constants = {f"decoder.{name}": box_constant(state, name) for name in ("up", "reg_scale")}
-        return super().ours_from(split_attention({**state, **constants}, ".qkv."))
+def _prepared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with split projections. Those with two names, of which safetensors has only one, get both."""
+    constants = {f"decoder.{name}": box_constant(state, name) for name in ("up", "reg_scale")}
+    return split_attention({**state, **constants}, ".qkv.")
 
 
 def ecvit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,7 +65,7 @@ def ecvit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in ours.items() if name != "rope_embed.periods"}
 
 
-def _described(state: Mapping[str, Tensor], file: str) -> Description:
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     if any("segmentation_head" in name for name in state):
         raise BadInput(f"model.pretrained {file}: an ECSeg, which has masks; ecdet reads the publisher's ECDet")
     block = "encoder.fpn_blocks.0"
@@ -89,7 +88,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     }
     classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     size = image_side(state, config["feat_strides"])
-    return Description("ecdet", {"source_config": config}, classes, size=size)
+    return [Description("ecdet", {"source_config": config}, classes, size=size)]
 
 
 def _vit(state: Mapping[str, Tensor]) -> dict:
@@ -98,11 +97,12 @@ def _vit(state: Mapping[str, Tensor]) -> dict:
     return ecvit_entries(width, ffn, width // head_dim, count(state, "backbone.backbone.blocks"))
 
 
-ECDET = _Ecdet(
+ECDET = Publisher(
     "Intellindust-AI-Lab/EdgeCrafter",
     _described,
     ("backbone.backbone.register_token", "decoder.decoder.layers.0.gateway.gate.weight"),
     NAME_PAIRS,
+    prepared=_prepared,
     left_out=LEFT_OUT,
     copies=COPIES,
 )

@@ -2,6 +2,7 @@
 those of `30e_objects365`, and the files of its vision transformer alone, such as `caev2_tiny_300e_objects365.pth`."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -48,13 +49,7 @@ def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed(split_attention(without_prefix, ".qkv."), VIT_NAMES)
 
 
-class _LwDetr(Publisher):
-    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the publisher's tensors under our names. Its keys have no bias, its queries and values have one."""
-        return super().ours_from(split_attention(state, ".qkv."))
-
-
-def _described(state: Mapping[str, Tensor], file: str) -> Description:
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     width = required_rows(state, f"{VIT}.patch_embed.proj.weight", multiple_of=HEADS)
     layers = count(state, f"{VIT}.blocks")
     if layers not in PUBLISHED_BLOCKS:
@@ -72,7 +67,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
     }
     size = dict.fromkeys(("height", "width"), 640)
     classes = named(len(required(state, "class_embed.bias", 1)))
-    return Description("lw_detr", {"source_config": config}, classes, size=size)
+    return [Description("lw_detr", {"source_config": config}, classes, size=size)]
 
 
 def _scale(state: Mapping[str, Tensor], level: int) -> float:
@@ -85,7 +80,7 @@ def _scale(state: Mapping[str, Tensor], level: int) -> float:
     return 0.5 if halves else 2.0
 
 
-LW_DETR = _LwDetr(
+LW_DETR = Publisher(
     "Atten4Vis/LW-DETR",
     _described,
     (f"{VIT}.pos_embed", "refpoint_embed.weight"),
@@ -98,5 +93,7 @@ LW_DETR = _LwDetr(
         *DECODER_NAMES,
         *pairs(TRANSFORMER_AND_HEADS),
     ],
+    # Its keys have no bias, its queries and values have one of their own.
+    prepared=partial(split_attention, joint=".qkv."),
     left_out="^$",  # nothing
 )

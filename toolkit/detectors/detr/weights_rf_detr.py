@@ -22,6 +22,7 @@ from toolkit.models.weights.names import (
 SIDE_OF_SEG_NANO = 312  # pixels; it has no windows, which the file does not say
 HEAD_DIM = 64  # channels of an attention head of the vision transformer, as published
 VIT = "backbone.0.encoder.encoder"
+VIT_LAYERS = "model.model.backbone.backbone.encoder.layer"  # our name
 PROJECTOR = "cv1 conv1, cv2 conv2, m.*.cv1 bottlenecks.*.conv1, m.*.cv2 bottlenecks.*.conv2"
 ATTENTION = """
     attention.query q_proj, attention.key k_proj, attention.value v_proj, output.dense o_proj
@@ -50,7 +51,7 @@ REST = f"""
 """
 
 
-def _described(state: Mapping[str, Tensor], file: str) -> Description:
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     has_two_maps = "backbone.0.projector.stages.1.0.cv1.conv.weight" in state
     has_masks = MASK_MARK in state
     if has_two_maps:
@@ -78,12 +79,13 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "image_size": side,
     }
     notes = []
-    behind = depth - max(backbone["out_indices"])
-    if behind > 0:
+    behind = range(max(backbone["out_indices"]), depth)
+    if behind:
         notes.append(
-            f"{behind} of the {depth} layers of its vision transformer lie behind the deepest feature map: no "
+            f"{len(behind)} of the {depth} layers of its vision transformer lie behind the deepest feature map: no "
             "prediction depends on them, and they are left out"
         )
+    layers_behind = "|".join(rf"{VIT_LAYERS}\.{layer}\." for layer in behind) or "^$"
     config = {
         "model_type": "rf_detr",
         "backbone_config": backbone,
@@ -95,13 +97,8 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         config["intermediate_size"] = len(required(state, "segmentation_head.query_features_block.layers.0.weight", 2))
         options["masks"] = True
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
-    return Description(
-        "rf_detr",
-        options,
-        named(len(required(state, "class_embed.bias", 1))),
-        notes,
-        size=resized,
-    )
+    classes = named(len(required(state, "class_embed.bias", 1)))
+    return [Description("rf_detr", options, classes, notes, resized, layers_behind)]
 
 
 def decoder_entries(state: Mapping[str, Tensor], levels: int) -> dict[str, int]:
@@ -144,7 +141,7 @@ RF_DETR = Publisher(
     [
         *pairs(
             ATTENTION,
-            below=[(f"{VIT}.encoder.layer.*.attention.", "model.model.backbone.backbone.encoder.layer.*.attention.")],
+            below=[(f"{VIT}.encoder.layer.*.attention.", f"{VIT_LAYERS}.*.attention.")],
         ),
         *projector_names("backbone.0.projector.stages.0.0.", "model.model.backbone.projector.projector_layer."),
         *DECODER_NAMES,

@@ -103,7 +103,7 @@ def _expansion(state: Mapping[str, Tensor], width: int) -> float:
 # ---------------------------------------------------------------- RT-DETR
 
 
-def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
+def _rt_detr(state: Mapping[str, Tensor], file: str) -> list[Description]:
     layers = range(required_count(state, "decoder.decoder.layers"))
     biases = [f"decoder.decoder.layers.{layer}.cross_attn.attention_weights.bias" for layer in layers]
     points = [len(required(state, bias, 1)) for bias in biases]
@@ -125,7 +125,7 @@ def _rt_detr(state: Mapping[str, Tensor], file: str) -> Description:
         config["decoder_method"] = "discrete"
         notes.append("by the name of the file it samples at whole pixels (`dsp`)")
     classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
-    return Description("rt_detr_v2", {"source_config": config}, classes, notes)
+    return [Description("rt_detr_v2", {"source_config": config}, classes, notes)]
 
 
 def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
@@ -166,7 +166,7 @@ RT_DETR = Publisher(
 # ---------------------------------------------------------------- D-FINE
 
 
-def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
+def _d_fine(state: Mapping[str, Tensor], file: str) -> list[Description]:
     entries = _family_entries(state)
     levels = entries["num_feature_levels"]
     bottlenecks = count(state, "encoder.fpn_blocks.0.cv2.0.bottlenecks")
@@ -190,7 +190,7 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> Description:
         config |= SILU
         notes.append("by the name of the file its decoder has SiLU (DEIM), where D-FINE has ReLU")
     classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
-    return Description("d_fine", {"source_config": config}, classes, notes)
+    return [Description("d_fine", {"source_config": config}, classes, notes)]
 
 
 def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:

@@ -39,7 +39,7 @@ PIXEL_MEAN = (122.7717, 115.9465, 102.9801)  # red, green, blue, from 0 to 255
 LEFT_OUT = r"^roi_heads\.(relation|attribute|mask|keypoint)\.|^rpn\.anchor_generator\.|num_batches_tracked$"
 
 
-def _described(state: Mapping[str, Tensor], file: str) -> Description:
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     name = resnet_name(state, "backbone.body.")
     needed = ("backbone.fpn.fpn_inner1.weight", "roi_heads.box.feature_extractor.fc6.weight")
     if name is None or not all(key in state for key in needed):
@@ -68,7 +68,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> Description:
         "--model.stride_in_1x1 says otherwise"
     )
     class_names = named(len(required(state, CLASSIFIER, 2)) - 1)  # row 0 is the background
-    return Description("faster_rcnn", options, class_names, [note])
+    return [Description("faster_rcnn", options, class_names, [note])]
 
 
 def _cell_anchors(state: Mapping[str, Tensor]) -> list[list[list[float]]]:
@@ -85,12 +85,16 @@ def _cell_anchors(state: Mapping[str, Tensor]) -> list[list[list[float]]]:
     return [(of_level + behind).tolist() for of_level in anchors]
 
 
-class _ForBGR(Publisher):
-    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the publisher's tensors under our names, the first convolution for RGB."""
-        weights = super().ours_from(state)
-        weights["backbone.body.conv1.weight"] = required(state, STEM, 4).flip(1)
-        return weights
+def _for_rgb(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with a first convolution for RGB instead of BGR."""
+    return {**state, STEM: required(state, STEM, 4).flip(1)}
 
 
-MASKRCNN_BENCHMARK = _ForBGR("maskrcnn-benchmark", _described, (STEM, CLASSIFIER), [*LEVELS, *pairs(OTHERS)], LEFT_OUT)
+MASKRCNN_BENCHMARK = Publisher(
+    "maskrcnn-benchmark",
+    _described,
+    (STEM, CLASSIFIER),
+    [*LEVELS, *pairs(OTHERS)],
+    prepared=_for_rgb,
+    left_out=LEFT_OUT,
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.faster_rcnn.weights_maskrcnn_benchmark import CLASSIFIER, MASKRCNN_BENCHMARK, STEM
-from toolkit.models.weights.names import Description, IncompleteWeights, named, pairs, renamed, required
+from toolkit.models.weights.names import Description, IncompleteWeights, Publisher, named, pairs, renamed, required
 
 VG_50 = (  # the predicates of VG150, in the order of their rows
     "above, across, against, along, and, at, attached to, behind, belonging to, between, carrying, covered in, "
@@ -40,6 +40,7 @@ IMAGE_SIZE = {"shortest_edge": 600, "longest_edge": 1000}
 CONV_POSITIONS = "untreated_conv_spt"  # read with separate spatial features only
 DEAD = [CONV_POSITIONS, "avg_post_ctx", "untreated_feat"]  # buffers that are not read
 DEAD_UNLESS_VTRANSE = "context_layer.untreated_obj_feat"
+DEAD_UNLESS_CAUSAL = ["context_layer.untreated_dcd_feat", "context_layer.untreated_edg_feat"]
 NAME_PATTERNS = [  # of the original -> ours, applied in order to "<head>:<name>"
     (r"context_layer\.untreated_dcd_feat", "context.mean_decoder_input.value"),
     (r"context_layer\.untreated_obj_feat", "context.mean_object_input.value"),
@@ -123,6 +124,8 @@ def our_name(head: str, name: str) -> str | None:
     """
     if name in DEAD or (name == DEAD_UNLESS_VTRANSE and "vtranse" not in head):
         return None
+    if name in DEAD_UNLESS_CAUSAL and not head.startswith("causal"):
+        return None
     name = f"{head}:{name}"
     for pattern, ours in NAME_PATTERNS:
         name = re.sub(pattern, ours, name)
@@ -173,95 +176,96 @@ def below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
-class _SceneGraphs:
-    """A publisher, see `names.Publisher`."""
-
-    program = "Scene-Graph-Benchmark"
-
-    def recognised(self, state: Mapping[str, Tensor]) -> bool:
-        """Return whether a relation head is among the tensors."""
-        return any(name.startswith(PREDICTOR) for name in state)
-
-    def described(self, state: Mapping[str, Tensor], file: str) -> Description:
-        """Describe the scene graph that the tensors belong to. Raises BadInput for a head or features that are not
-        supported."""
-        missing = [name for name in (STEM, CLASSIFIER) if name not in state]
-        if missing:
-            raise BadInput(
-                f"model.pretrained {file}: a relation head on a detector that is not a Faster R-CNN of "
-                f"maskrcnn-benchmark (it has no {missing[0]}), such as SGG-Benchmark's on detectors of ultralytics; "
-                "train a head on a detector of yours instead: scripts/train_sgg.py --model.detector RUN "
-                "--model.head react"
-            )
-        predictor = below(state, PREDICTOR)
-        try:
-            head, head_options = head_of(predictor)
-        except IncompleteWeights as error:
-            raise BadInput(
-                f"model.pretrained {file}: an unknown relation head (it {error}); supported are those "
-                "of Motifs, VCTree, IMP, Transformer and CausalAnalysis. --model.detector takes its detector"
-            ) from error
-        faults = ["attributes (ATTRIBUTE_ON)"] * any(".att_feature_extractor." in name for name in state)
-        faults += ["CONTEXT_POOLING_DIM other than MLP_HEAD_DIM"] * ("up_dim.weight" in predictor)
-        if faults:
-            raise BadInput(f"model.pretrained {file}: a relation head with {', '.join(faults)}: not supported")
-        detector = MASKRCNN_BENCHMARK.described(state, file)
-        union = f"{RELATION}union_feature_extractor."
-        outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
-        output = next((name for name in outputs if name in predictor), outputs[0])
-        num_predicates = len(required(predictor, output, 2)) - 1
-        words = "context_layer.obj_embed1.weight"
-        if "post_emb.weight" in predictor:
-            hidden = required(predictor, "post_emb.weight", 2).shape[1]
-        else:
-            hidden = len(required(predictor, "context_layer.obj_unary.weight", 2))
-        options = {
-            "mode": "sgdet",
-            "head": {"motif": "motifs"}.get(head, head.split("_")[0]),
-            "head_options": head_options,
-            "hidden_dim": hidden,
-            "embed_dim": required(predictor, words, 2).shape[1] if words in predictor else 200,
-            "union_levels": "all" if f"{union}feature_extractor.pooler.reduce_channel.0.weight" in state else "one",
-            "separate_spatial": SPATIAL in state,
-            "whole_pixels": True,
-            "predicates": named_predicates(num_predicates),
-            "freeze": "detector",
-            "detector_options": {
-                "architecture": detector.architecture,
-                **detector.options,
-                **DETECTOR_OPTIONS,
-            },
-        }
-        note = "the file does not say how it was trained: mode sgdet, unless --model.mode says otherwise"
-        notes = [*detector.notes, note]
-        return Description("scene_graph", options, named(len(required(state, CLASSIFIER, 2)) - 1), notes, IMAGE_SIZE)
-
-    def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the publisher's tensors under our names; those without a counterpart keep their own names."""
-        predictor = below(state, PREDICTOR)
-        head = head_of(predictor)[0]
-        of_detector = {}
-        of_features = {}
-        for name, value in state.items():
-            if not name.startswith(RELATION):
-                of_detector[name] = value
-            elif not name.startswith(PREDICTOR):
-                of_features[name] = value
-        detector = MASKRCNN_BENCHMARK.ours_from(of_detector)
-        ours = {f"detector.{name}": value for name, value in detector.items()}
-        ours |= renamed(of_features, FEATURES)
-        for name, value in predictor.items():
-            is_convolution = re.search(r"pos_ffn\.w_\d\.weight$", name)  # of width 1
-            flat = required(predictor, name, 3)[..., 0] if is_convolution else value
-            apart = name == CONV_POSITIONS and SPATIAL in state
-            into = "mean_spatial.value" if apart else our_name(head, name)
-            ours[PREDICTOR + name if into is None else f"head.{into}"] = flat
-        return ours
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
+    """Describe the scene graph that the tensors belong to. Raises BadInput for a head or features that are not
+    supported."""
+    missing = [name for name in (STEM, CLASSIFIER) if name not in state]
+    if missing:
+        raise BadInput(
+            f"model.pretrained {file}: a relation head on a detector that is not a Faster R-CNN of "
+            f"maskrcnn-benchmark (it has no {missing[0]}), such as SGG-Benchmark's on detectors of ultralytics; "
+            "train a head on a detector of yours instead: scripts/train_sgg.py --model.detector RUN "
+            "--model.head react"
+        )
+    predictor = below(state, PREDICTOR)
+    try:
+        head, head_options = head_of(predictor)
+    except IncompleteWeights as error:
+        raise BadInput(
+            f"model.pretrained {file}: an unknown relation head (it {error}); supported are those "
+            "of Motifs, VCTree, IMP, Transformer and CausalAnalysis. --model.detector takes its detector"
+        ) from error
+    faults = ["attributes (ATTRIBUTE_ON)"] * any(".att_feature_extractor." in name for name in state)
+    faults += ["CONTEXT_POOLING_DIM other than MLP_HEAD_DIM"] * ("up_dim.weight" in predictor)
+    if faults:
+        raise BadInput(f"model.pretrained {file}: a relation head with {', '.join(faults)}: not supported")
+    (detector,) = MASKRCNN_BENCHMARK.described(state, file)
+    union = f"{RELATION}union_feature_extractor."
+    outputs = [f"{name}.weight" for name in ("ctx_compress", "rel_compress", "context_layer.rel_fc")]
+    output = next((name for name in outputs if name in predictor), outputs[0])
+    num_predicates = len(required(predictor, output, 2)) - 1
+    words = "context_layer.obj_embed1.weight"
+    if "post_emb.weight" in predictor:
+        hidden = required(predictor, "post_emb.weight", 2).shape[1]
+    else:
+        hidden = len(required(predictor, "context_layer.obj_unary.weight", 2))
+    options = {
+        "mode": "sgdet",
+        "head": {"motif": "motifs"}.get(head, head.split("_")[0]),
+        "head_options": head_options,
+        "hidden_dim": hidden,
+        "embed_dim": required(predictor, words, 2).shape[1] if words in predictor else 200,
+        "union_levels": "all" if f"{union}feature_extractor.pooler.reduce_channel.0.weight" in state else "one",
+        "separate_spatial": SPATIAL in state,
+        "whole_pixels": True,
+        "predicates": named_predicates(num_predicates),
+        "freeze": "detector",
+        "detector_options": {
+            "architecture": detector.architecture,
+            **detector.options,
+            **DETECTOR_OPTIONS,
+        },
+    }
+    note = "the file does not say how it was trained: mode sgdet, unless --model.mode says otherwise"
+    notes = [*detector.notes, note]
+    classes = named(len(required(state, CLASSIFIER, 2)) - 1)
+    without_our_name = f"^{re.escape(RELATION)}"
+    return [Description("scene_graph", options, classes, notes, IMAGE_SIZE, without_our_name)]
 
 
-SCENE_GRAPH_BENCHMARK = _SceneGraphs()
+def by_our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the publisher's tensors under our names; those without a counterpart keep their own names."""
+    predictor = below(state, PREDICTOR)
+    head = head_of(predictor)[0]
+    of_detector = {}
+    of_features = {}
+    for name, value in state.items():
+        if not name.startswith(RELATION):
+            of_detector[name] = value
+        elif not name.startswith(PREDICTOR):
+            of_features[name] = value
+    detector = MASKRCNN_BENCHMARK.ours_from(of_detector)
+    ours = {f"detector.{name}": value for name, value in detector.items()}
+    ours |= renamed(of_features, FEATURES)
+    for name, value in predictor.items():
+        is_convolution = re.search(r"pos_ffn\.w_\d\.weight$", name)  # of width 1
+        flat = required(predictor, name, 3)[..., 0] if is_convolution else value
+        apart = name == CONV_POSITIONS and SPATIAL in state
+        into = "mean_spatial.value" if apart else our_name(head, name)
+        ours[PREDICTOR + name if into is None else f"head.{into}"] = flat
+    return ours
 
 
 def named_predicates(rows: int) -> list[str]:
     """Return names for this many predicates, without "no relation": VG150's if there are 50, else numbered ones."""
     return list(VG_50) if rows == 50 else [f"predicate {i}" for i in range(rows)]
+
+
+SCENE_GRAPH_BENCHMARK = Publisher(
+    "Scene-Graph-Benchmark",
+    _described,
+    (PREDICTOR,),
+    prepared=by_our_names,
+    left_out="^$",
+    optional=r"^(relation_counts|candidate_counts|seen_triplets|predicate_weights)$|num_batches_tracked$",
+)

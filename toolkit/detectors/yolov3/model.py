@@ -282,7 +282,7 @@ class YOLOv3(Detector):
 
 def _checked_anchors(anchors: Sequence) -> Tensor:
     try:
-        tensor = torch.tensor(anchors, dtype=torch.float32)
+        tensor = torch.tensor(anchors, dtype=torch.float32, device="cpu")  # checked, so not on the meta device
     except (TypeError, ValueError):
         tensor = torch.zeros(0)
     is_valid = tensor.ndim == 3 and tensor.shape[0] == 3 and tensor.shape[2] == 2 and (tensor > 0).all()

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, named
+from toolkit.models.weights.names import Description, Publisher, named
 
-program = "Darknet"
 BLOCKS = (1, 2, 8, 8, 4)  # residual blocks of each stage
 NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the file
 
@@ -75,11 +74,6 @@ def read(path: Path) -> dict[str, Tensor]:
     return {"darknet": torch.from_numpy(numbers.copy())}
 
 
-def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether this dict is a result of `read`."""
-    return list(state) == ["darknet"]
-
-
 def classes_of(numbers: int) -> int | None:
     """Return the number of classes of a YOLOv3 on Darknet-53 with this many weights; 0 if it is the number of
     Darknet-53 alone, None if it is neither."""
@@ -92,7 +86,7 @@ def classes_of(numbers: int) -> int | None:
     return classes if rest == 0 and classes > 0 else None
 
 
-def described(state: Mapping[str, Tensor], file: str) -> Description:
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     """Return the architecture, settings and class names of the detector that these weights belong to. `file` is for the
     error.
 
@@ -112,11 +106,11 @@ def described(state: Mapping[str, Tensor], file: str) -> Description:
         "mean": [0.0] * 3,
         "std": [1.0] * 3,
     }
-    return Description("yolov3", options, named(classes) if classes else ["none"])
+    return [Description("yolov3", options, named(classes) if classes else ["none"])]
 
 
-def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the numbers of the file as tensors under our names."""
+def by_name(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the numbers of the file, a result of `read`, as tensors under our names."""
     numbers = state["darknet"]
     classes = classes_of(len(state["darknet"]))
     layers = list(backbone_layers())
@@ -136,3 +130,13 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if norm:
             tensors[f"{norm}.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
     return tensors
+
+
+DARKNET = Publisher(
+    "Darknet",
+    _described,
+    ("darknet",),
+    prepared=by_name,
+    left_out="^$",
+    optional="^(?!backbone)",  # darknet53.conv.74 is the backbone alone
+)

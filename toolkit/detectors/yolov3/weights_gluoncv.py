@@ -18,9 +18,8 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3 import weights_darknet as darknet
-from toolkit.models.weights.names import Description, named, required
+from toolkit.models.weights.names import Description, Publisher, named, required
 
-program = "GluonCV"
 LIST_MAGIC = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 DTYPES = {0: "<f4", 1: "<f8", 2: "<f2", 3: "<u1", 4: "<i4", 5: "<i1", 6: "<i8"}
@@ -78,21 +77,14 @@ def _parse_params(raw: bytes) -> dict[str, Tensor]:
     return dict(zip(names, arrays, strict=True))
 
 
-def recognised(state: Mapping[str, Tensor]) -> bool:
-    """Return whether the names of these tensors are those of GluonCV's YOLOv3 on Darknet-53."""
-    return "stages.0.0.0.weight" in state and "yolo_outputs.0.prediction.weight" in state
-
-
-def described(state: Mapping[str, Tensor], file: str) -> Description:
-    """Return the architecture, settings and class names of the detector that these tensors belong to. `file` is not
-    used."""
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     options = {
         "backbone": "darknet53",
         "leaky_slope": 0.1,
         "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225],
     }
-    return Description("yolov3", options, named(_classes(state)))
+    return [Description("yolov3", options, named(_classes(state)))]
 
 
 def _classes(state: Mapping[str, Tensor]) -> int:
@@ -125,7 +117,7 @@ def _theirs(name: str) -> str:
     return f"stages.{part}.{first + 1 + block}.body.{which - 1}.{number}"
 
 
-def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def by_our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the publisher's tensors under our names, without anchors and grid offsets, which are not weights."""
     tensors = {}
     for our_name, their_name in tensor_names(_classes(state)):
@@ -135,3 +127,12 @@ def ours_from(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             counter = name.replace("running_var", "num_batches_tracked")
             tensors[counter] = torch.zeros((), dtype=torch.int64)
     return tensors
+
+
+GLUONCV = Publisher(
+    "GluonCV",
+    _described,
+    ("stages.0.0.0.weight", "yolo_outputs.0.prediction.weight"),
+    prepared=by_our_names,
+    left_out="^$",
+)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
+from toolkit.models.weights.difference import difference, first_names
 from toolkit.models.weights.weight_files import read_tensors
 
 SETTING = "model.pretrained_backbone"
-MAX_NAMED_TENSORS = 4  # names of a list in a message
+COUNTERS = r"num_batches_tracked$"  # which older files lack
 
 # Names of `efficientnet_pytorch` (lukemelas) and its Lite variant, as the package registries distribute them.
 EFFICIENTNET_MARK = "_conv_stem.weight"  # a tensor that only these files have
@@ -114,10 +115,10 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
         except TypeError:  # older ones accept only the tensors
             return filter_fn(dict(offered))
     except (LookupError, RuntimeError, ValueError, AttributeError, TypeError) as error:
-        some = ", ".join(list(offered)[:MAX_NAMED_TENSORS])
+        has = f"its {len(offered)} tensors ({first_names(list(offered))})"
         raise BadInput(
-            f"{SETTING} {file}: its {len(offered)} tensors ({some}, ...) are not those of timm's {name!r}; give a file "
-            "of timm's weights for this backbone."
+            f"{SETTING} {file}: {has} are not those of timm's {name!r}; give a file of timm's weights for this "
+            "backbone."
         ) from error
 
 
@@ -161,13 +162,17 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
             of all weights.
     """
     matching = {key for key in wanted if key in offered and offered[key].shape == wanted[key].shape}
-    summary = _summary(wanted, offered, matching)
+    counted = [key for key in wanted if not re.search(COUNTERS, key)]
+    summary = f"taken {len(matching.intersection(counted))} of {len(counted)} tensors"
+    found = difference(wanted, offered, optional=COUNTERS)
+    if found:
+        summary += f"; {found}"
     weights = [key for key, tensor in wanted.items() if tensor.ndim > 1]
     loaded = matching.intersection(weights)
     started = {_part(key) for key in loaded}
     fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in started]
     if fresh or 2 * len(loaded) < len(weights):
-        what = f"no weight of {_first_names(fresh)}" if fresh else "less than half of the weights"
+        what = f"no weight of {first_names(fresh)}" if fresh else "less than half of the weights"
         raise BadInput(
             f"{SETTING} {file}: it has {what} of {name!r} ({summary}); give a file of weights for this backbone, under "
             "the names of the library that builds it."
@@ -176,31 +181,6 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
         wanted[key].copy_(offered[key])
     if world()[0] == 0:
         print(f"{SETTING} {file}: {summary}")
-
-
-def _summary(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], matching: set[str]) -> str:
-    """Describe how many tensors were loaded, and the names of those that were not."""
-    counted = [key for key in wanted if not key.endswith("num_batches_tracked")]  # a count, which older files lack
-    loaded = matching.intersection(counted)
-    texts = [f"taken {len(loaded)} of {len(counted)} tensors"]
-    of_other_shape = []
-    for key in counted:
-        if key in offered and key not in matching:
-            of_other_shape.append(f"{key} {tuple(offered[key].shape)} instead of {tuple(wanted[key].shape)}")
-    others = {
-        "missing": [key for key in counted if key not in offered],
-        "unused": [key for key in offered if key not in wanted],
-        "of another shape": of_other_shape,
-    }
-    for what, keys in others.items():
-        if keys:
-            texts.append(f"{len(keys)} {what}: {_first_names(keys)}")
-    return "; ".join(texts)
-
-
-def _first_names(names: list[str]) -> str:
-    text = ", ".join(names[:MAX_NAMED_TENSORS])
-    return f"{text}, ..." if len(names) > MAX_NAMED_TENSORS else text
 
 
 def _part(name: str) -> str:

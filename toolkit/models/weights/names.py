@@ -23,6 +23,7 @@ class Description:
         notes: sentences about facts that the file does not hold and that are assumed, with the flags to change them.
         size: the size to which the publisher's program resizes images, see `toolkit.data.pipeline.processor_size`;
             None: it is not known.
+        needless: pattern of our names of tensors that the detector does not need, as one of the notes says.
     """
 
     architecture: str
@@ -30,6 +31,7 @@ class Description:
     class_names: list[str]
     notes: list[str] = field(default_factory=list)
     size: dict[str, int] | None = None
+    needless: str = "^$"
 
 
 class IncompleteWeights(BadInput):
@@ -82,36 +84,51 @@ def positive_number(state: Mapping[str, Tensor], name: str) -> float:
     return float(values[0])
 
 
-@dataclass
+def as_they_are(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors without a change."""
+    return state
+
+
+@dataclass(eq=False)
 class Publisher:
     """A program that publishes weights, whose tensors are renamed to the names of this toolkit.
 
     Attributes:
         program: name of the program, for messages.
-        described: function that takes the tensors by name and the name of their file, and returns the `Description` of
-            their detector; it raises BadInput for a variant that this toolkit does not have.
-        marks: names of tensors that only this program's files have, all of them.
+        described: function that takes the tensors by name and the name of their file, and returns a `Description` of
+            each detector that they may belong to; it raises BadInput for a variant that this toolkit does not have.
+        marks: names of tensors that only this program's files have, all of them. A mark that ends with a dot is the
+            beginning of such names.
         names: pairs of prefixes, see `renamed`.
+        prepared: function that changes tensors, by the publisher's names, before they are renamed.
         left_out: pattern of names of tensors that have no counterpart here.
         copies: see `copied`.
+        optional: pattern of our names of tensors that a file may lack: they are constants, or serve training only.
     """
 
     program: str
-    described: Callable[[Mapping[str, Tensor], str], Description]
+    described: Callable[[Mapping[str, Tensor], str], list[Description]]
     marks: Sequence[str]
-    names: Pairs
+    names: Pairs = ()
+    prepared: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = as_they_are
     left_out: str = r"num_batches_tracked$"
     copies: Mapping[str, str] = field(default_factory=dict)
+    optional: str = r"(num_batches_tracked|n_points_scale|denoising_class_embed\.weight)$"
 
     def recognised(self, state: Mapping[str, Tensor]) -> bool:
         """Return whether the tensors, by their names, are of this publisher."""
-        return all(name in state for name in self.marks)
+        return all(mark in state or mark.endswith(".") and _any_begins(state, mark) for mark in self.marks)
 
     def ours_from(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the publisher's tensors under the names of this toolkit."""
+        state = self.prepared(state)
         weights = {name: tensor for name, tensor in state.items() if not re.search(self.left_out, name)}
         weights = renamed(split_attention(weights), self.names)
         return copied(weights, self.copies)
+
+
+def _any_begins(state: Mapping[str, Tensor], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in state)
 
 
 def pairs(table: str, below: Pairs = (("", ""),)) -> Pairs:

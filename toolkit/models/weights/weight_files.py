@@ -7,7 +7,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from toolkit import index
 from toolkit.base.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.models.weights.difference import difference
 from toolkit.models.weights.names import Description, IncompleteWeights, Publisher
 
 # Keys under which programs save the weights; averaged ones come first.
@@ -63,10 +65,7 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
             f"known: {KNOWN_PUBLISHERS}. A folder of this toolkit or of transformers is given as a folder"
         )
     try:
-        description = publisher.described(state, path.name)
-        tensors = publisher.ours_from(state)
-        if not description.class_names:
-            raise IncompleteWeights("has no rows of classes in its classifier")
+        description, tensors = fitting(publisher, state, path.name)
     except IncompleteWeights as error:
         raise BadInput(
             f"model.pretrained {path}: its tensors have the names of {publisher.program}, but it {error}; the file was "
@@ -85,12 +84,45 @@ def _layer_of_classifier(state: Mapping[str, Tensor]) -> str:
     return name if is_last and tensor.squeeze().ndim == 2 else ""
 
 
-def publishers() -> Iterator[Publisher | ModuleType]:
-    """Yield every publisher of `toolkit.index.PUBLISHERS`, which is loaded only when it is reached.
-
-    A publisher is a `Publisher`, or a module with the methods of a `Publisher` as functions and its name as `program`.
-    """
+def publishers() -> Iterator[Publisher]:
+    """Yield every publisher of `toolkit.index.PUBLISHERS`, which is loaded only when it is reached."""
     return map(index.load, index.PUBLISHERS)
+
+
+def fitting(publisher: Publisher, state: Mapping[str, Tensor], file: str) -> tuple[Description, dict[str, Tensor]]:
+    """Return the description of the detector that has exactly a publisher's tensors, and these under our names.
+
+    Args:
+        state: tensors by the publisher's names.
+        file: name of their file.
+
+    Raises:
+        IncompleteWeights: a tensor that describes the detector is missing or of another shape; or none of the detectors
+            described has exactly these tensors. The message then says how they differ from the most similar one.
+        BadInput: the file is of a variant that this toolkit does not have.
+    """
+    descriptions = publisher.described(state, file)
+    tensors = publisher.ours_from(state)
+    differences = []
+    for description in descriptions:
+        if not description.class_names:
+            raise IncompleteWeights("has no rows of classes in its classifier")
+        found = difference(_state_of(description), tensors, publisher.optional, description.needless)
+        if not found:
+            return description, tensors
+        differences.append(found)
+    closest = min(range(len(differences)), key=lambda i: len(differences[i]))
+    size = descriptions[closest].options.get("size")
+    detector = f"{descriptions[closest].architecture} of size {size}" if size else descriptions[closest].architecture
+    raise IncompleteWeights(f"has other tensors than {detector}, under our names {differences[closest]}")
+
+
+def _state_of(description: Description) -> dict[str, Tensor]:
+    """Return the state dict of a detector without values, only shapes. The generators of random numbers do not move."""
+    options = {"pretrained_backbone": False, **description.options}
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        detector = build_detector(description.architecture, class_names=description.class_names, **options)
+    return detector.state_dict()
 
 
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
