@@ -26,10 +26,10 @@ from toolkit.data.table_cache import write_rows
 from toolkit.data.tiles import Tiling, starts, tile_hw
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match_predictions
+from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions import best_first
 from toolkit.models.detector import Detector
 from toolkit.models.joined_windows import best_of_classes, merged
-from toolkit.run.predict_pictures import predict_pictures
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.prediction import Predictor, predict_table
 from toolkit.tools.predict.tiles import flipped, judged_in_tiles, tiled, tiled_as
@@ -222,7 +222,7 @@ def judged_scenes(folder: Path) -> dict:
     table = scenes_as_table(folder / f"{world()[0]}")
     options = {"batch_size": 3, "workers": 0, "stride": 1, "tiling": Tiling((64, 80), 0.3)}
     loader = validation_loader(table, lambda image, target, _: (image, target), **options)
-    return predict_pictures(Finder(), loader, "cpu", top_k=50).by_image
+    return predict_dataset(Finder(), loader, "cpu", top_k=50).by_image
 
 
 def test_an_evaluation_of_whole_pictures_in_windows_finds_what_predict_finds_on_any_number_of_ranks(tmp_path):

@@ -21,11 +21,10 @@ from toolkit.data.table import DetectionTable
 from toolkit.data.windows import windows_of_loader
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
 from toolkit.evaluation.matches import match_predictions
-from toolkit.evaluation.predict_dataset import Predictions
+from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
 from toolkit.run.best import Best, no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
-from toolkit.run.predict_pictures import predict_pictures
 from toolkit.run.recovery import state_is_sound
 from toolkit.run.saving import save, save_outcome
 from toolkit.run.status import describe_ending
@@ -120,7 +119,7 @@ def evaluate(t) -> bool:
 
 
 def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, description: str) -> Predictions:
-    return predict_pictures(
+    return predict_dataset(
         module,
         loader,
         t.accelerator.device,

@@ -16,11 +16,11 @@ from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.data.tiles import Tiling
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
+from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions import about_file
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
-from toolkit.run.predict_pictures import predict_pictures
 from toolkit.run.settings import DataConfig
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
@@ -159,7 +159,7 @@ def predict_run(
         raise BadInput(f"--tile {options.tile}: relations of a scene graph cannot be merged; leave it out")
     if tiling is not None and detector.predicts_masks:
         raise BadInput(f"--tile {tiling.tile_hw[0]}: masks are not merged, only boxes are; leave it out, or give 0")
-    result = predict_pictures(
+    result = predict_dataset(
         detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
         _loader(table, config, detector.stride, device, tiling, masks=has_losses and detector.predicts_masks),
         device,

@@ -133,7 +133,7 @@ def tiled_as(
 
 
 def judged_in_tiles(predictor: Predictor, tiling: Tiling) -> Predictor:
-    """Return a predictor whose detections are those of an evaluation in tiles, see `predict_pictures` of `toolkit.run`.
+    """Return a predictor whose detections are those of an evaluation in tiles, see `predict_dataset`.
 
     `max_detections` of the predictor count in each window, and as many of each class in a picture.
 
