@@ -19,8 +19,7 @@ from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
 from toolkit.data.windows import windows_of_loader
-from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
-from toolkit.evaluation.matches import match_predictions
+from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator, matches_of
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
 from toolkit.run.best import Best, no_such_metric
@@ -267,8 +266,8 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         evaluator = t.validation.evaluator
-        matches = getattr(evaluator, "mask_matches", None) or getattr(evaluator, "matches", None)
-        matches = matches or match_predictions(predictions, t.validation.table)
+        by_mask = getattr(evaluator, "mask_matches", None)
+        matches = by_mask or matches_of(evaluator, predictions, t.validation.table)
         shown_evaluation = index.tool("shown")
         evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(evaluation, t.step)
