@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
-from report_data import found_of
+from report_data import found_of, table_of
 
 from scripts import predict
 from toolkit.base.boxes import Boxes
@@ -37,7 +37,7 @@ from toolkit.run.open_run import kind_of, open_run
 from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import check_output_folder, clear_outputs, names_of_outputs, write_outputs
-from toolkit.tools.predict.predict_each import predict_files
+from toolkit.tools.predict.predict_each import predict_files, predict_table
 from toolkit.tools.predict.predict_split import SplitOptions, open_any, split_arguments
 from toolkit.tools.predict.predictor import Predictor, as_image, from_report, input_hw, of_classes
 from toolkit.tools.predict.program import picture_names
@@ -132,6 +132,22 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
         assert results[path].detections["boxes"].tolist() == [[0, 0, width, height]]
     assert sum(batches) == 5 and max(batches) <= 2
     assert next(predict_files(predictor, [broken])).image is None  # a batch without images
+
+
+def test_pictures_of_a_table_are_predicted_in_its_order_and_one_that_cannot_be_read_is_named(tmp_path):
+    def green_as_score(images, score_threshold):
+        assert score_threshold == 0.0
+        return [found_of([0.0, 0.0, 4.0, 4.0], [1], [int(image[1, 0, 0]) / 256]) for image in images]
+
+    predictor = Predictor("test", CATEGORIES, green_as_score)
+    table = table_of(tmp_path, [[]] * 19, classes=("plate", "cup"))
+    found = predict_table(predictor, table)
+    assert found.scores.tolist() == [20 * (number % 10) / 256 for number in range(19)]
+    assert found.image_index.tolist() == list(range(19))
+    assert set(found.labels.tolist()) == {0}  # of "plate" in the table
+    (tmp_path / "11.png").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"annotations.json: .*11.png: .*empty"):
+        predict_table(predictor, table)
 
 
 def test_links_that_lead_nowhere_are_told_and_the_other_pictures_are_judged(tmp_path):
