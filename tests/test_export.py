@@ -39,7 +39,7 @@ from toolkit.tools.export.request import ExportRequest
 from toolkit.tools.export.write import check_exportable, export_detector, export_final, make_graph
 from toolkit.tools.predict.open import OwnDetector, open_predictor
 from toolkit.tools.predict.predict_split import SplitOptions, open_any
-from toolkit.tools.predict.prediction import own_predict, predict_with
+from toolkit.tools.predict.predictor import own_predict, predict_with
 
 CLASSES = ["a", "b", "c"]
 DETR = {"backbone": "test_resnet", "d_model": 32, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "ffn_dim": 32,

@@ -24,8 +24,8 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.sampling import SampleKey
 from toolkit.models.final import read_white, write_white
 from toolkit.tools.doctor.near_duplicates import hold_out
-from toolkit.tools.predict.image_files import predict_files
-from toolkit.tools.predict.prediction import Predictor, as_image
+from toolkit.tools.predict.predict_each import predict_files
+from toolkit.tools.predict.predictor import Predictor, as_image
 
 IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)

@@ -39,7 +39,7 @@ from toolkit.run.command_line import parse_config
 from toolkit.run.validation import check_metric
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import write_outputs
-from toolkit.tools.predict.prediction import Predictor, of_classes, own_predict
+from toolkit.tools.predict.predictor import Predictor, of_classes, own_predict
 from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.evaluation_display import shown_evaluation

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
-from report_data import found_of
+from report_data import found_of, table_of
 
 from scripts import predict
 from toolkit.base.boxes import Boxes
@@ -34,11 +34,12 @@ from toolkit.evaluation.draw import CLASS_COLOURS, MOST_TAGS, picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
-from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of, predict_files
+from toolkit.tools.predict.image_files import find_images, find_or_fetch, image_ids_of
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import check_output_folder, clear_outputs, names_of_outputs, write_outputs
+from toolkit.tools.predict.predict_each import predict_files, predict_table
 from toolkit.tools.predict.predict_split import SplitOptions, open_any, split_arguments
-from toolkit.tools.predict.prediction import Predictor, as_image, from_report, input_hw, of_classes
+from toolkit.tools.predict.predictor import Predictor, as_image, from_report, input_hw, of_classes
 from toolkit.tools.predict.program import picture_names
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 
@@ -123,14 +124,30 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(paths[1].read_bytes()[:-20])
     results = {
-        result.path: result for result in predict_files(predictor, [*paths[:2], broken, *paths[2:]], batch_size=2)
+        result.key: result for result in predict_files(predictor, [*paths[:2], broken, *paths[2:]], batch_size=2)
     }
-    assert results.pop(broken).error == "image data truncated" and results.keys() == set(paths)
+    assert results.pop(broken).error.reason == "image data truncated" and results.keys() == set(paths)
     for path, (width, height) in zip(paths, sizes, strict=True):
         assert results[path].error is None and tuple(results[path].image.shape) == (3, height, width)
-        assert results[path].found["boxes"].tolist() == [[0, 0, width, height]]
+        assert results[path].detections["boxes"].tolist() == [[0, 0, width, height]]
     assert sum(batches) == 5 and max(batches) <= 2
     assert next(predict_files(predictor, [broken])).image is None  # a batch without images
+
+
+def test_pictures_of_a_table_are_predicted_in_its_order_and_one_that_cannot_be_read_is_named(tmp_path):
+    def green_as_score(images, score_threshold):
+        assert score_threshold == 0.0
+        return [found_of([0.0, 0.0, 4.0, 4.0], [1], [int(image[1, 0, 0]) / 256]) for image in images]
+
+    predictor = Predictor("test", CATEGORIES, green_as_score)
+    table = table_of(tmp_path, [[]] * 19, classes=("plate", "cup"))
+    found = predict_table(predictor, table)
+    assert found.scores.tolist() == [20 * (number % 10) / 256 for number in range(19)]
+    assert found.image_index.tolist() == list(range(19))
+    assert set(found.labels.tolist()) == {0}  # of "plate" in the table
+    (tmp_path / "11.png").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"annotations.json: .*11.png: .*empty"):
+        predict_table(predictor, table)
 
 
 def test_links_that_lead_nowhere_are_told_and_the_other_pictures_are_judged(tmp_path):
@@ -141,9 +158,9 @@ def test_links_that_lead_nowhere_are_told_and_the_other_pictures_are_judged(tmp_
     assert sorted(path.name for path in images) == ["a.png", "gone.jpg", "itself.jpg"]
     nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
     predictor = Predictor("", [], lambda images, threshold: [nothing for _ in images])
-    results = {each.path.name: each.error for each in predict_files(predictor, list(images), score_threshold=0.5)}
-    assert results["a.png"] is None and "not found" in results["gone.jpg"]
-    assert "symbolic links" in results["itself.jpg"]
+    results = {each.key.name: each.error for each in predict_files(predictor, list(images), score_threshold=0.5)}
+    assert results["a.png"] is None and "not found" in str(results["gone.jpg"])
+    assert "symbolic links" in str(results["itself.jpg"])
     check_output_folder(tmp_path / "out", list(images), overwrite=False)
 
 

@@ -26,13 +26,14 @@ from toolkit.data.table_cache import write_rows
 from toolkit.data.tiles import Tiling, starts, tile_hw
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match_predictions
+from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions import best_first
 from toolkit.models.detector import Detector
 from toolkit.models.joined_windows import best_of_classes, merged
-from toolkit.run.predict_pictures import predict_pictures
 from toolkit.tools.predict.open import open_predictor
-from toolkit.tools.predict.prediction import Predictor, predict_table
-from toolkit.tools.predict.tiles import flipped, judged_in_tiles, tiled, tiled_as
+from toolkit.tools.predict.predict_each import predict_table
+from toolkit.tools.predict.predictor import Predictor
+from toolkit.tools.predict.tiles import flipped, in_tiles, tiled
 from toolkit.tools.report.detection_errors import tide_errors
 from toolkit.tools.shapes import CLASSES as SHAPES
 from toolkit.tools.shapes import draw_scene
@@ -222,7 +223,7 @@ def judged_scenes(folder: Path) -> dict:
     table = scenes_as_table(folder / f"{world()[0]}")
     options = {"batch_size": 3, "workers": 0, "stride": 1, "tiling": Tiling((64, 80), 0.3)}
     loader = validation_loader(table, lambda image, target, _: (image, target), **options)
-    return predict_pictures(Finder(), loader, "cpu", top_k=50).by_image
+    return predict_dataset(Finder(), loader, "cpu", top_k=50).by_image
 
 
 def test_an_evaluation_of_whole_pictures_in_windows_finds_what_predict_finds_on_any_number_of_ranks(tmp_path):
@@ -231,10 +232,10 @@ def test_an_evaluation_of_whole_pictures_in_windows_finds_what_predict_finds_on_
     assert list(found) == table.image_ids().tolist()
     predictor = Predictor("guessing", CLASSES, lambda images, _: list(map(guessing, images)))
     pictures = [table.decode_image(table.row(index)) for index in range(len(table))]
-    for one, other in zip(found.values(), tiled_as(predictor, (64, 80), 0.3).predict(pictures, 0), strict=True):
+    for one, other in zip(found.values(), in_tiles(predictor, Tiling((64, 80), 0.3)).predict(pictures, 0), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in ("boxes", "scores", "labels"))
     assert CocoEvaluator(table).evaluate(found)["bbox_AP"] == 1.0
-    judged = judged_in_tiles(replace(predictor, max_detections=50), Tiling((64, 80), 0.3))
+    judged = in_tiles(replace(predictor, max_detections=50), Tiling((64, 80), 0.3), as_evaluated=True)
     assert CocoEvaluator(table).evaluate(predict_table(judged, table))["bbox_AP"] == 1.0
     on_two, nothing = run_on_ranks(judged_scenes, 2, tmp_path)
     assert not nothing and on_two.keys() == found.keys()

@@ -13,8 +13,8 @@ from PIL import Image
 from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.evaluation.predictions import detections_as_json
-from toolkit.tools.predict.image_files import predict_files
-from toolkit.tools.predict.prediction import Predictor
+from toolkit.tools.predict.predict_each import predict_files
+from toolkit.tools.predict.predictor import Predictor
 from toolkit.tools.predict.video import Video, VideoWriter, predict_video
 
 av = pytest.importorskip("av", reason="PyAV is not installed: pip install av")
@@ -63,7 +63,7 @@ def test_lossless_frames_have_the_boxes_of_their_pictures(tmp_path):
     paths = [tmp_path / f"{i:03d}.png" for i in range(30)]
     for path, picture in zip(paths, frames, strict=True):
         Image.fromarray(picture).save(path)
-    of_files = {each.path: detections_as_json(each.found, CATEGORIES) for each in predict_files(PREDICTOR, paths)}
+    of_files = {each.key: detections_as_json(each.detections, CATEGORIES) for each in predict_files(PREDICTOR, paths)}
     out, drawn = tmp_path / "out" / "film.jsonl", tmp_path / "out" / "film.mp4"
     assert predict_video(PREDICTOR, video, out, drawn) == (30, None)
     found = lines(out)

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from toolkit.models import build_detector
-from toolkit.tools.predict.image_files import predict_files
-from toolkit.tools.predict.prediction import Predictor, own_predict
+from toolkit.tools.predict.predict_each import predict_files
+from toolkit.tools.predict.predictor import Predictor, own_predict
 
 from .measuring import row, seconds
 
@@ -26,7 +26,7 @@ def bench_predict(images: int = 48, side: int = 640, size: int = 256, rounds: in
         paths = _write_images(Path(folder), images, side)
 
         def ours() -> dict:
-            return {image.path: image.found["scores"] for image in predict_files(predictor, paths)}
+            return {each.key: each.detections["scores"] for each in predict_files(predictor, paths)}
 
         def plain() -> dict:
             return _plain_loop(detector, paths, size)

@@ -34,8 +34,8 @@ class Counting:
         self.make_training = Session.training
         self.log, self.step, self.passed = log, [], []
         self.windows = training.Training.windows
-        self.predict = validation.predict_pictures
-        training.Training.windows, validation.predict_pictures = self._windows(), self._predict
+        self.predict = validation.predict_dataset
+        training.Training.windows, validation.predict_dataset = self._windows(), self._predict
 
     def _windows(self):
         def windows(t):

@@ -149,6 +149,15 @@ def make_evaluator(detector, table, backend: str, **settings):
     return evaluator
 
 
+def matches_of(evaluator, predictions: Boxes | Mapping, table) -> Matches:
+    """Return the matches by boxes of the evaluation that an evaluator has just made.
+
+    They are computed here if it keeps none, as an evaluator of another detector may. predictions, table: those that it
+    has evaluated.
+    """
+    return getattr(evaluator, "matches", None) or match_predictions(predictions, table)
+
+
 def coco_row(matches: Matches) -> dict[str, float | None]:
     """Compute the COCO metrics of `CocoEvaluator.evaluate` (`bbox_...`, `AP/...`, `AP50/...` and `AR.../...`)."""
     exact = exact_numbers(matches)

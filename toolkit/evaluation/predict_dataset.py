@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import length_hint
 from typing import NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from toolkit.base.distributed import agree_max, gather_by_image, gather_objects,
 from toolkit.base.masks import Rle, rles_of
 from toolkit.base.memory import EVALUATION_NEEDS_LESS, naming_the_batch
 from toolkit.base.progress import ShownProgress
+from toolkit.data.windows import WindowTable, windows_of_loader
+from toolkit.models.joined_windows import join_windows
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 
@@ -58,10 +61,9 @@ def predict_dataset(
     score_threshold: float = 0.0,
     top_k: int = 100,
     description: str = "evaluation",
-    units: str = "batches",
     say: Callable[[str], object] | None = None,
 ) -> Predictions:
-    """Run a detector over a dataset, in float32 whatever its training precision is.
+    """Run a detector over a dataset, in float32 whatever its training precision is; a collective.
 
     Args:
         detector: unwrapped, because the forward of DistributedDataParallel is a collective, which ranks with an empty
@@ -72,7 +74,7 @@ def predict_dataset(
         stop: called after each batch; a number above 0 on any rank ends the evaluation on all ranks.
         score_threshold, top_k: the lowest score, and the largest number of detections of an image, for `postprocess` of
             the detector.
-        description, units: of the progress bar; the first also of the warning.
+        description: of the progress bar and the warning.
         say: called after the first batch with a warning, if the predictions will need much memory, see `memory_needed`.
 
     Raises:
@@ -81,52 +83,81 @@ def predict_dataset(
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
+
+        If the table of the loader is a `WindowTable`, `by_image` has the joined detections of whole pictures by their
+        image ids: `top_k` detections of a window count, and as many of each class in a picture. Losses and `image_ms`
+        are those of windows.
     """
-    items = deque()
-    sums = LossSums(detector)
-    times = []
-    progress = ShownProgress(description, length_hint(loader) or None, units, is_shown=world()[0] == 0)
+    windows = windows_of_loader(loader)
+    units = "batches" if windows is None else "batches of windows"
+    rank, ranks = world()
+    kept = deque()  # pairs of an image id and what is kept of its detections
+    sums = None if loss_weights is None else LossSums(detector)
+    times_ms = []
+    progress = ShownProgress(description, length_hint(loader) or None, units, is_shown=rank == 0)
     with eval_mode(detector), in_float32(detector, device), progress:
         for batch in loader:
             if len(batch.targets):
+                is_first = not kept
                 with naming_the_batch(lambda under_way=batch: [under_way], EVALUATION_NEEDS_LESS):
-                    moved = batch.to(device, non_blocking=True)
-                    began = time.perf_counter()
-                    # Some models return the outputs for their loss only with targets.
-                    given = None if loss_weights is None else moved.targets
-                    outputs = detector(moved.images, moved.sizes, given)
-                    kept = _detections(detector, outputs, moved, score_threshold, top_k)
-                    batch_ms = 1e3 * (time.perf_counter() - began)
-                    if loss_weights is not None:
-                        sums.add(outputs, moved.targets, detector.denominators(batch.targets))
-                image_ids = [target["image_id"] for target in batch.targets]
-                is_first = not items
-                items += zip(image_ids, kept, strict=True)
-                times.append(batch_ms / len(batch.targets))
+                    of_batch, batch_ms = _predict_batch(detector, batch, device, sums, score_threshold, top_k)
+                kept += of_batch
+                times_ms.append(batch_ms / len(batch.targets))
                 if is_first and say is not None:
-                    images = len(loader) * len(batch.targets) * world()[1]
-                    _warn_of_memory(say, description, items, images)
+                    _warn_of_memory(say, description, kept, len(loader) * len(batch.targets) * ranks)
             progress.add()
             interrupted = agree_max(stop())
             if interrupted:
                 return Predictions({}, {}, interrupted)
-    losses = {} if loss_weights is None else _weighted(sums.over_all_ranks(), loss_weights, step)
-    handed_over = (items.popleft() for _ in range(len(items)))  # so that no prediction is held twice
+    losses = {} if sums is None else _weighted(sums.over_all_ranks(), loss_weights, step)
+    handed_over = (kept.popleft() for _ in range(len(kept)))  # so that no prediction is held twice
     by_image = gather_by_image(handed_over)
-    image_ms = statistics.median(times) if times else math.nan
-    return Predictions(by_image, losses, 0, image_ms)
+    if windows is not None and rank == 0:
+        by_image = pictures_of_windows(by_image, windows, top_k)
+    return Predictions(by_image, losses, 0, statistics.median(times_ms) if times_ms else math.nan)
 
 
-def _detections(detector: nn.Module, outputs: Mapping, batch: Batch, score_threshold: float, top_k: int) -> list[dict]:
-    """Return what an evaluation keeps of each image's detections, on the host."""
+def _predict_batch(
+    detector: nn.Module,
+    batch: Batch,
+    device: torch.device | str,
+    sums: "LossSums | None",
+    score_threshold: float,
+    top_k: int,
+) -> tuple[list[tuple[int | str, dict]], float]:
+    """Return (image id, what an evaluation keeps of its detections) of each image, and the milliseconds of the batch
+    without its losses, which are added to `sums`."""
+    moved = batch.to(device, non_blocking=True)
+    began = time.perf_counter()
+    # Some models return the outputs for their loss only with targets.
+    given = None if sums is None else moved.targets
+    outputs = detector(moved.images, moved.sizes, given)
+    detections = detections_of(detector, outputs, moved, score_threshold, top_k)
+    kept = [dict(detector.to_keep(each)) for each in detections]
+    batch_ms = 1e3 * (time.perf_counter() - began)
+    if sums is not None:
+        sums.add(outputs, moved.targets, detector.denominators(batch.targets))
+    image_ids = [target["image_id"] for target in batch.targets]
+    return list(zip(image_ids, kept, strict=True)), batch_ms
+
+
+def detections_of(
+    detector: nn.Module, outputs: Mapping, batch: Batch, score_threshold: float, top_k: int
+) -> list[dict[str, Tensor | list[Rle]]]:
+    """Return the detections of `postprocess` in each image of a batch, on the host, with masks as run lengths.
+
+    Args:
+        outputs: of the detector for this batch.
+        batch: on the device of the detector; its targets have `orig_size`, to which the detections refer.
+        score_threshold, top_k: see `toolkit.models.detector.Detector.postprocess`.
+    """
     orig_sizes = torch.stack([target["orig_size"] for target in batch.targets])
-    detections = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, top_k)
-    kept = [dict(detector.to_keep(each)) for each in dicts_to_host(detections)]
-    for of_image, target in zip(kept, batch.targets, strict=True):
+    detections = dicts_to_host(detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold, top_k))
+    for of_image, target in zip(detections, batch.targets, strict=True):
         if "masks" in of_image:
             size_hw = tuple(on_host(target)["orig_size"].tolist())
             of_image["masks"] = run_lengths(detector, of_image, size_hw)
-    return kept
+    return detections
 
 
 def run_lengths(detector: nn.Module, detections: Mapping[str, Tensor], size_hw: tuple[int, int]) -> list[Rle]:
@@ -147,6 +178,28 @@ def run_lengths(detector: nn.Module, detections: Mapping[str, Tensor], size_hw: 
         pixels = detector.paste_masks(detections["masks"][some], detections["boxes"][some], size_hw)
         found += rles_of(pixels)
     return found
+
+
+def pictures_of_windows(
+    by_window: Mapping[str, Mapping[str, Tensor]], windows: WindowTable, most_of_class: int
+) -> dict[int | str, dict[str, Tensor]]:
+    """Join detections by the image ids of windows to detections of pictures by theirs.
+
+    most_of_class: number of detections of each class in a picture, the best ones, that are kept.
+    """
+    window_ids = windows.image_ids().tolist()
+    image_ids = windows.pictures.image_ids().tolist()
+    sizes_hw = windows.pictures.sizes_hw().tolist()
+    tile_side = max(windows.tiling.tile_hw)
+    first_window = np.searchsorted(windows.picture_of_window, np.arange(len(image_ids) + 1))
+    by_image = {}
+    for picture, image_id in enumerate(image_ids):
+        own = slice(first_window[picture], first_window[picture + 1])
+        parts = [by_window[window_id] for window_id in window_ids[own]]
+        by_image[image_id] = join_windows(
+            parts, windows.windows_xyxy[own], sizes_hw[picture], tile_side, most_of_class=most_of_class
+        )
+    return by_image
 
 
 def _warn_of_memory(say: Callable[[str], object], description: str, items: Sequence, images: int) -> None:

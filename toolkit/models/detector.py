@@ -248,7 +248,10 @@ class Detector(nn.Module):
         return
 
     def to_keep(self, detections: Mapping) -> Mapping:
-        """Return the part of an image's detections that an evaluation keeps in memory; by default all."""
+        """Return the part of an image's detections that an evaluation keeps in memory; by default all.
+
+        detections: as of `postprocess`, on the CPU, but with masks as run lengths.
+        """
         return detections
 
     @property

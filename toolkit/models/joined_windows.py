@@ -22,6 +22,7 @@ def join_windows(
     size_hw: Sequence[int],
     tile_side: int,
     nms_iou: float = NMS_IOU,
+    most_of_class: int | None = None,
 ) -> dict[str, Tensor]:
     """Join the detections in the windows of a picture, best first, by non-maximum suppression class by class.
 
@@ -34,6 +35,7 @@ def join_windows(
         size_hw: height and width of the picture.
         tile_side: longer side in pixels of the windows of pictures that are larger than one.
         nms_iou: boxes of a class that overlap more are one.
+        most_of_class: number of detections of each class that are kept, the best ones; None: all.
 
     Returns boxes in pixels of the picture, scores and labels.
     """
@@ -50,7 +52,8 @@ def join_windows(
         cut.append((is_near & is_inner).any(1))
         corner = torch.tensor([left, top, left, top], dtype=boxes.dtype)
         moved.append({**part, "boxes": boxes + corner})
-    return merged(moved, nms_iou, torch.cat(cut))
+    joined = merged(moved, nms_iou, torch.cat(cut))
+    return joined if most_of_class is None else best_of_classes(joined, most_of_class)
 
 
 def merged(parts: Sequence[Mapping[str, Tensor]], nms_iou: float, cut: Tensor | None = None) -> dict[str, Tensor]:

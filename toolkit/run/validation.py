@@ -19,13 +19,11 @@ from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
 from toolkit.data.windows import windows_of_loader
-from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator
-from toolkit.evaluation.matches import match_predictions
-from toolkit.evaluation.predict_dataset import Predictions
+from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator, matches_of
+from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
 from toolkit.run.best import Best, no_such_metric
 from toolkit.run.checkpoint import CheckpointError, linked, load_checkpoint, mark_best
-from toolkit.run.predict_pictures import predict_pictures
 from toolkit.run.recovery import state_is_sound
 from toolkit.run.saving import save, save_outcome
 from toolkit.run.status import describe_ending
@@ -120,7 +118,7 @@ def evaluate(t) -> bool:
 
 
 def _predict(t, module: nn.Module, loader: DataLoader, score_threshold: float, description: str) -> Predictions:
-    return predict_pictures(
+    return predict_dataset(
         module,
         loader,
         t.accelerator.device,
@@ -268,8 +266,8 @@ def _show(t, predictions: dict, scores: dict, better: bool) -> None:
     if t.log.writer.shows and _are_boxes(predictions):
         grid = Image.open(path).convert("RGB") if t.validation.pictures else None
         evaluator = t.validation.evaluator
-        matches = getattr(evaluator, "mask_matches", None) or getattr(evaluator, "matches", None)
-        matches = matches or match_predictions(predictions, t.validation.table)
+        by_mask = getattr(evaluator, "mask_matches", None)
+        matches = by_mask or matches_of(evaluator, predictions, t.validation.table)
         shown_evaluation = index.tool("shown")
         evaluation = shown_evaluation(t.validation.table, matches, scores, t.validation.pictures, grid)
         t.log.writer.show(evaluation, t.step)

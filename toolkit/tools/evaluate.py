@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
 from toolkit.base.text import metric_text
-from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.matches import match_predictions
+from toolkit.evaluation.coco import CocoEvaluator, matches_of
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.predict.pooled import pool_folds
@@ -66,7 +65,7 @@ def _measured(predicted: Predicted, backend: str | None) -> dict:
     table = evaluator.describe(scores, predicted.predictions)
     voc = {}
     if "bbox_AP" in scores:  # also of each class
-        voc = voc_metrics(match_predictions(predicted.predictions, predicted.table))
+        voc = voc_metrics(matches_of(evaluator, predicted.predictions, predicted.table))
         voc07, voc12 = (metric_text(voc[f"voc{year}_mAP"], 4) for year in ("07", "12"))
         table += f"\nVOC07 mAP {voc07}, VOC12 mAP {voc12} (IoU 0.5)"
     return {**scores, **predicted.losses, **voc, "table": table}

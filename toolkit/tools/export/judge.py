@@ -19,15 +19,9 @@ from toolkit.tools.export.half import write_half
 from toolkit.tools.export.relations import export_graph
 from toolkit.tools.export.request import EXPORTED_FILES, ExportRequest
 from toolkit.tools.export.write import export_detector
-from toolkit.tools.predict.open import OwnDetector
-from toolkit.tools.predict.prediction import (
-    Predictor,
-    own_predict,
-    predict_images,
-    predict_table,
-    predict_with,
-    resized,
-)
+from toolkit.tools.predict.open import OwnDetector, exported_predictor
+from toolkit.tools.predict.predict_each import predict_images, predict_table
+from toolkit.tools.predict.predictor import Predictor, own_predict, predict_with, resized
 
 LOSSY = ("fp16", "int8")  # these change the outputs by design, so that only their AP counts
 BENCHMARK_CASES = ((1, 1), (8, 1), (1, 2), (8, 2))  # batch, threads
@@ -80,24 +74,13 @@ def write_and_check(
     images = example_images(table, trained, graph)
     cases = BENCHMARK_CASES if request.benchmark else ((1, torch.get_num_threads()),)
     run = runner_of(graph)
-    expected = Predictor(
-        "PyTorch",
-        trained.categories,
-        predict_with(run, about),
-        max_detections=trained.max_detections,
-    )
+    expected = exported_predictor("PyTorch", run, about)
     lines = [ExportResult("PyTorch", ap_of(expected, table), milliseconds(lambda: run, images, cases))]
     problems = {}
     for name, path in written.items():
         say(f"comparing {path} with PyTorch")
         run, about = open_exported(path, trusted=True)  # written a moment ago
-        predictor = Predictor(
-            path.name,
-            list(about.categories),
-            predict_with(run, about),
-            max_detections=trained.max_detections,
-        )
-        ap = ap_of(predictor, table)
+        ap = ap_of(exported_predictor(path.name, run, about), table)
         times = milliseconds(lambda path=path: open_exported(path, trusted=True)[0], images, cases)
         line = ExportResult(path.name, ap, times)
         problem = _problem(name, path, graph, images, lines[0].AP, line, request)
@@ -275,7 +258,7 @@ def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | N
 
 def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
     """Return the first `count` images of a table, resized for a detector, uint8 (3, H, W) each; `size` as in
-    `toolkit.tools.predict.prediction.input_hw`."""
+    `toolkit.tools.predict.predictor.input_hw`."""
     images = (table.decode_image(table.row(index)) for index in range(min(count, len(table))))
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 

@@ -1,4 +1,4 @@
-"""Finds image files to predict on, reads their ids and boxes from a COCO file, and predicts on them."""
+"""Finds image files to predict on, and reads their ids and boxes from a COCO file."""
 
 import atexit
 import glob
@@ -9,38 +9,17 @@ import sys
 import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import folders_below
-from toolkit.data.decoding import IMAGE_SUFFIXES, ImageError, decode_image, probe_image
+from toolkit.data.decoding import IMAGE_SUFFIXES
 from toolkit.data.formats.coco import read_annotations
 from toolkit.data.formats.json_stream import items_of
-from toolkit.evaluation.predictions import Detections
-from toolkit.tools.predict.prediction import Predictor
-
-
-class FilePrediction(NamedTuple):
-    """The prediction on an image file.
-
-    Attributes:
-        path: the file.
-        image: uint8 (3, H, W); None if the file cannot be read.
-        found: the detections in the image; None if the file cannot be read.
-        error: why the file cannot be read; None if it can.
-    """
-
-    path: Path
-    image: Tensor | None
-    found: Detections | None
-    error: str | None
 
 
 def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> dict[Path, Path]:
@@ -228,53 +207,3 @@ def _is_box(box: object) -> bool:
         return False
     _, _, width, height = box
     return width > 0 and height > 0
-
-
-# ---- image files -> detections ---------------------------------------------------------------------------------------
-
-
-def predict_files(
-    predictor: Predictor,
-    paths: Sequence[Path],
-    *,
-    batch_size: int = 8,
-    score_threshold: float = 0.3,
-    given: Mapping[Path, Detections] | None = None,
-) -> Iterator[FilePrediction]:
-    """Yield the prediction on every file once, ordered by image size and not as given.
-
-    A file that cannot be read is yielded with an error, and the others are still predicted.
-
-    Args:
-        score_threshold: only detections with a higher score are returned.
-        given: `boxes` and `labels` of each file, for a predictor that describes given boxes.
-    """
-    decode = partial(_decode_or_error, white=predictor.white)
-    with ThreadPoolExecutor() as pool:
-        sizes = pool.map(_size_or_nothing, paths)
-        in_order = [path for _, path in sorted(zip(sizes, paths, strict=True))]
-        for start in range(0, len(in_order), batch_size):
-            some = in_order[start : start + batch_size]
-            decoded = dict(zip(some, pool.map(decode, some), strict=True))
-            images = {path: image for path, image in decoded.items() if isinstance(image, Tensor)}
-            boxes = [] if given is None else [[given[path] for path in images]]
-            detections = iter(predictor.predict(list(images.values()), score_threshold, *boxes) if images else [])
-            for path, image in decoded.items():
-                if path in images:
-                    yield FilePrediction(path, image, next(detections), None)
-                else:
-                    yield FilePrediction(path, None, None, image.reason)
-
-
-def _size_or_nothing(path: Path) -> tuple[int, int]:
-    try:
-        return probe_image(path).size_hw
-    except ImageError:
-        return (0, 0)  # decoding reports the reason
-
-
-def _decode_or_error(path: Path, white: int | None) -> Tensor | ImageError:
-    try:
-        return decode_image(path, white=white)
-    except ImageError as error:
-        return error

@@ -28,8 +28,8 @@ from toolkit.models.final import (
 from toolkit.models.weights.pretrained import cached_when_offline, load_pretrained, open_pretrained
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.tools.export.exported_files import MIN_TOP_K, open_exported
-from toolkit.tools.predict.prediction import Predictor, own_predict, predict_with, transformers_predict
+from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner, open_exported
+from toolkit.tools.predict.predictor import Predictor, own_predict, predict_with, transformers_predict
 
 PUBLISHED_SUFFIXES = (".pth", ".pt", ".safetensors")  # files of weights that another program trained
 MAX_LABELS = 1_000_000  # of a model of transformers, whose file may have any label
@@ -86,13 +86,22 @@ def open_predictor(
         raise BadInput(f"--weights {weights}: only a run has several; {source} is an exported file")
     opened = None if kind == "exported" else open_own_detector(source, weights, settings)
     if opened is not None:
-        names = (getattr(opened.detector, name, ()) for name in ("predicates", "attributes"))
+        detector = opened.detector.to(device)
         evaluated = max_detections or opened.max_detections
         top_k = max_detections or max(MIN_TOP_K, evaluated)
-        predict = own_predict(opened.detector.to(device), opened.size, top_k)
-        given = {"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(opened.detector, "mode", ""))
-        about = (given, report_thresholds(path), evaluated, opened.size, opened.detector.predicts_masks, opened.white)
-        return Predictor(opened.source, opened.categories, predict, *names, *about)
+        return Predictor(
+            opened.source,
+            opened.categories,
+            own_predict(detector, opened.size, top_k),
+            predicates=getattr(detector, "predicates", ()),
+            attributes=getattr(detector, "attributes", ()),
+            given={"sgcls": "boxes", "predcls": "boxes and labels"}.get(getattr(detector, "mode", "")),
+            thresholds=report_thresholds(path),
+            max_detections=evaluated,
+            size=opened.size,
+            masks=detector.predicts_masks,
+            white=opened.white,
+        )
     if settings:
         raise BadInput(f"--model.{next(iter(settings))}: {source} is not a run of this project, its settings are fixed")
     if kind == "transformers":
@@ -103,11 +112,29 @@ def open_predictor(
             f"--max-detections {max_detections}: {source} gives {about.top_k} rows for an image; export it again with "
             f"--top-k {max_detections}"
         )
-    known = {"thresholds": {"": about.score_threshold}, "size": about.size, "masks": bool(about.masks)}
-    known["white"] = about.white
-    known["max_detections"] = max_detections or about.max_detections
-    predict = predict_with(run, about, max_detections)
-    return Predictor(str(path), list(about.categories), predict, about.predicates, **known)
+    return exported_predictor(str(path), run, about, max_detections)
+
+
+def exported_predictor(source: str, run: Runner, about: ExportMetadata, max_detections: int | None = None) -> Predictor:
+    """Return the predictor of an exported detector.
+
+    Args:
+        source: its origin, for people.
+        run, about: result of `open_exported`.
+        max_detections: maximum number of detections of an image; None: all that the file returns, of which an
+            evaluation keeps as many as the file says.
+    """
+    return Predictor(
+        source,
+        list(about.categories),
+        predict_with(run, about, max_detections),
+        predicates=about.predicates,
+        thresholds={"": about.score_threshold},
+        max_detections=max_detections or about.max_detections,
+        size=about.size,
+        masks=bool(about.masks),
+        white=about.white,
+    )
 
 
 def open_own_detector(
@@ -188,8 +215,15 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
     evaluated = max_detections or max(Detector.max_detections, queries)
     predict = transformers_predict(model, processor, max_detections or max(MIN_TOP_K, evaluated))
     size = dict(processor.size) if getattr(processor, "do_resize", False) else None
-    about = (report_thresholds(path), evaluated, size)
-    return Predictor(str(source), categories, predict, (), (), None, *about, white=read_white(path))
+    return Predictor(
+        str(source),
+        categories,
+        predict,
+        thresholds=report_thresholds(path),
+        max_detections=evaluated,
+        size=size,
+        white=read_white(path),
+    )
 
 
 def report_thresholds(path: Path) -> dict[str, float] | None:

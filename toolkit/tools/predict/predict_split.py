@@ -16,18 +16,18 @@ from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
 from toolkit.data.tiles import Tiling
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
+from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import about_file
 from toolkit.models import options_class
 from toolkit.models.detector import Detector
 from toolkit.run.open_run import Run, chosen_weights, kind_of, open_run, run_folder_of
-from toolkit.run.predict_pictures import predict_pictures
 from toolkit.run.settings import DataConfig
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
 from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
-from toolkit.tools.predict.prediction import labels_in, predict_table, relabelled
-from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, judged_in_tiles
+from toolkit.tools.predict.predict_each import labels_in, predict_table, relabelled
+from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, in_tiles, refuse_joining
 from toolkit.tools.predictions_file import read_about, read_predictions
 
 
@@ -107,18 +107,28 @@ def open_any(
         if max_detections is not None:
             raise BadInput(f"--max-detections {max_detections}: {source} holds predictions as they were kept")
         return open_predictions_file(source, options, accelerator.print)
-    folder, data, table = _data_of(source, {}, options, accelerator.print)
-    predictor = open_predictor(source, device=accelerator.device, max_detections=max_detections)
+    return predict_model(source, options, accelerator.device, max_detections, accelerator.print)
+
+
+def predict_model(
+    source: str | Path, options: SplitOptions, device: torch.device, max_detections: int | None, say: Say
+) -> Predicted:
+    """Predict with any model that is not a run, on the data in `options`, or on those of the run that it lies in.
+
+    For arguments and errors see `open_any`.
+    """
+    folder, data, table = _data_of(source, {}, options, say)
+    predictor = open_predictor(source, device=device, max_detections=max_detections)
     if predictor.white is not None:
         data["white"] = table.white = predictor.white
     if predictor.masks and "masks" not in data:
-        data, table = _with_masks(source, data, table, accelerator.print)
+        data, table = _with_masks(source, data, table, say)
     about = {"detector": predictor.source, "data": data}
     tiling = chosen_tiling(options.tile, options.overlap, data_settings_of(source), predictor.size)
     if tiling is not None:
-        predictor = judged_in_tiles(predictor, tiling)
+        predictor = in_tiles(predictor, tiling, as_evaluated=True)
     if predictor.predicates:
-        accelerator.print(f"{source}: only its boxes are measured; evaluate.py RUN and export.py measure relations")
+        say(f"{source}: only its boxes are measured; evaluate.py RUN and export.py measure relations")
     return Predicted(table, predict_table(predictor, table), about, run_folder=folder)
 
 
@@ -130,50 +140,34 @@ def predict_run(
     backend: str | None = None,
     max_detections: int | None = None,
 ) -> Predicted:
-    """Predict with the detector of a run on its validation data or on another split, as in the evaluations of the run.
+    """Predict with the detector of a run on its validation data or on another split, as in the evaluations of the run:
+    with its loader, in float32, on several processes if there are, and with the same numbers to the bit.
 
-    Several processes share the work. If the data have the classes of the run in another order, or only some of them,
-    classes are matched by name, and no losses are computed. For the arguments see `open_any`.
+    If the data have the classes of the run in another order, or only some of them, classes are matched by name, and no
+    losses are computed. For the arguments see `open_any`.
 
     Raises:
         BadInput: the data have classes that the run does not know; or the run predicts relations, and the classes
             differ.
     """
     config = run.config
-    device = accelerator.device
     chosen = chosen_weights(run, weights)
-    evaluation = config["eval"]
-    names = [category.name for category in run.categories]
     data = split_arguments(config, options)
     table = open_split(**data, say=accelerator.print)
+    names = [category.name for category in run.categories]
     labels = labels_in(table, names, run.folder.name)
-    same = labels.tolist() == list(range(len(table.categories)))
+    has_own_classes = labels.tolist() == list(range(len(table.categories)))
     detector = load_detector(run, chosen)
-    if not same and getattr(detector, "predicates", None):
+    if not has_own_classes and getattr(detector, "predicates", None):
         raise BadInput(f"the data has classes {table.class_names}, the run {names}")
-    has_losses = same and table.num_boxes().any()  # a test split without annotations has none
+    tiling = _tiling_of(run, detector, options)
     kept = max_detections or evaluated_detections(config, detector)
-    size = processor_size(*(config["data"][key] for key in ("image_size", "scales", "max_size")))
-    tiling = chosen_tiling(options.tile, options.overlap, config["data"], size)
-    if tiling is not None and getattr(detector, "predicates", None):
-        raise BadInput(f"--tile {options.tile}: relations of a scene graph cannot be merged; leave it out")
-    if tiling is not None and detector.predicts_masks:
-        raise BadInput(f"--tile {tiling.tile_hw[0]}: masks are not merged, only boxes are; leave it out, or give 0")
-    result = predict_pictures(
-        detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
-        _loader(table, config, detector.stride, device, tiling, masks=has_losses and detector.predicts_masks),
-        device,
-        step=run.checkpoint.step,
-        loss_weights=_loss_weights(run, detector).to(device) if has_losses else None,
-        score_threshold=evaluation["score_threshold"],
-        top_k=kept,
-        say=accelerator.print,
-    )
-    by_image = result.by_image
-    predictions = by_image
-    if not same:
+    result = _predictions_of_run(run, detector, table, tiling, accelerator, kept, with_losses=has_own_classes)
+    predictions = result.by_image
+    if not has_own_classes:
         most = kept if tiling is None else None  # of a picture in windows all are kept
-        predictions = {key: relabelled(prediction, labels, most) for key, prediction in by_image.items()}
+        predictions = {key: relabelled(prediction, labels, most) for key, prediction in predictions.items()}
+    evaluation = config["eval"]
     of_graphs = {key: evaluation[key] for key in GRAPH_EVAL_SETTINGS if key in evaluation}
     evaluator = make_evaluator(detector, table, backend or evaluation["backend"], **of_graphs)
     about = {
@@ -182,10 +176,49 @@ def predict_run(
         "mode": getattr(evaluator, "mode", None),
         "protocol": evaluation.get("protocol", "original"),
     }
-    batch = f"in batches of {evaluation['batch_size_per_device']} on {device.type}"
+    batch = f"in batches of {evaluation['batch_size_per_device']} on {accelerator.device.type}"
     one = "an image" if tiling is None else f"a window ({tiling})"
     speed = f"{result.image_ms:.1f} ms {one}, from pixels to detections, {batch}"
     return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
+
+
+def _tiling_of(run: Run, detector: Detector, options: SplitOptions) -> Tiling | None:
+    """Return how pictures are cut for the detector of a run; None: they are not. Raises BadInput if it finds more than
+    boxes."""
+    data = run.config["data"]
+    size = processor_size(data["image_size"], data["scales"], data["max_size"])
+    tiling = chosen_tiling(options.tile, options.overlap, data, size)
+    if tiling is not None:
+        has_relations = bool(getattr(detector, "predicates", ()))
+        refuse_joining("--tile", has_relations, detector.predicts_masks)
+    return tiling
+
+
+def _predictions_of_run(
+    run: Run,
+    detector: Detector,
+    table: DetectionTable,
+    tiling: Tiling | None,
+    accelerator,
+    top_k: int,
+    with_losses: bool,
+) -> Predictions:
+    """Return the predictions of a run's detector on a table, as its evaluations make them.
+
+    with_losses: compute the losses too, if the table has boxes; a test split without annotations has none.
+    """
+    device = accelerator.device
+    with_losses = with_losses and bool(table.num_boxes().any())
+    return predict_dataset(
+        detector.to(device, memory_format=torch.channels_last),  # as in training: the same sums
+        _loader(table, run.config, detector.stride, device, tiling, masks=with_losses and detector.predicts_masks),
+        device,
+        step=run.checkpoint.step,
+        loss_weights=_loss_weights(run, detector).to(device) if with_losses else None,
+        score_threshold=run.config["eval"]["score_threshold"],
+        top_k=top_k,
+        say=accelerator.print,
+    )
 
 
 def _loader(

@@ -18,7 +18,7 @@ from toolkit.detectors.scene_graphs.formats import without_graph_constraint
 from toolkit.detectors.scene_graphs.graph_pictures import draw_found
 from toolkit.evaluation.predictions import joined
 from toolkit.tools.predict.choices import GRAPH_SUFFIXES
-from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of, predict_files
+from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import (
     WITHOUT_MASKS,
@@ -28,8 +28,9 @@ from toolkit.tools.predict.outputs import (
     names_of_outputs,
     write_outputs,
 )
-from toolkit.tools.predict.prediction import Predictor, from_report, of_classes, smallest_threshold
-from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, flipped, tiled_as
+from toolkit.tools.predict.predict_each import predict_files
+from toolkit.tools.predict.predictor import Predictor, from_report, of_classes, smallest_threshold
+from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, flipped, in_tiles
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 
@@ -93,7 +94,7 @@ def chosen_predictor(arguments: argparse.Namespace) -> Predictor:
     trained = data_settings_of(arguments.model)
     tiling = chosen_tiling(arguments.tile, arguments.overlap, trained, predictor.size)
     if tiling is not None:
-        predictor = tiled_as(predictor, tiling.tile_hw, tiling.overlap, batch_size=arguments.batch_size)
+        predictor = in_tiles(predictor, tiling, batch_size=arguments.batch_size)
     return of_classes(predictor, arguments.classes) if arguments.classes else predictor
 
 
@@ -143,21 +144,22 @@ def predict_and_draw(
     detections = {}
     errors = {}
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
-        path = prediction.path
+        path = prediction.key
+        found = prediction.detections
         if prediction.error is not None:
-            tqdm.write(f"{shown(path, 300)}: {prediction.error}", file=sys.stderr)
-            errors[path] = prediction.error
+            errors[path] = prediction.error.reason
+            tqdm.write(f"{shown(path, 300)}: {errors[path]}", file=sys.stderr)
             continue
         height, width = prediction.image.shape[-2:]
         entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
         how = {"graph_constraint": not arguments.no_graph_constraint, "polygons": arguments.polygons}
-        entry |= predictor.as_json(prediction.found, arguments.all_scores, **how)
-        detections[path] = prediction.found
+        entry |= predictor.as_json(found, arguments.all_scores, **how)
+        detections[path] = found
         entries[path] = entry
         if pictures:
             entry["picture"] = str(pictures[path])
             drawn = arguments.out / pictures[path]
-            listed = without_graph_constraint(prediction.found) if arguments.no_graph_constraint else prediction.found
+            listed = without_graph_constraint(found) if arguments.no_graph_constraint else found
             what = predictor.class_names, predictor.predicates, drawn, arguments.relations, arguments.relation_score
             draw_found(prediction.image, listed, *what)
     read = [path for path in names if path in entries]

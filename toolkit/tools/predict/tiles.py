@@ -1,6 +1,6 @@
 """Predicts on large images in tiles, or on each image and its mirror image, and merges the detections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
 from toolkit.base.progress import ShownProgress
 from toolkit.data.pipeline import tiling_of_run
-from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw, windows_of
+from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw
 from toolkit.evaluation.predictions import Detections
-from toolkit.models.joined_windows import NMS_IOU, best_of_classes, join_windows
+from toolkit.models.joined_windows import NMS_IOU, join_windows
 from toolkit.models.nms import nms_by_label
 from toolkit.run.layers import layer_of
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_check import check_values
 from toolkit.run.settings_file import CONFIG_FILE, GROUPS, read_groups
-from toolkit.tools.predict.prediction import Predictor
+from toolkit.tools.predict.predictor import Predictor
 
 DEFAULT_OVERLAP = Tiling.overlap
 
@@ -69,26 +69,15 @@ def chosen_tiling(
     return None if tile == 0 else Tiling(tile_hw(tile, size), overlap)
 
 
-def tiled(
-    predictor: Predictor,
-    tile: int,
-    overlap: float = DEFAULT_OVERLAP,
-    nms_iou: float = NMS_IOU,
-    batch_size: int = 8,
-) -> Predictor:
+def tiled(predictor: Predictor, tile: int, overlap: float = DEFAULT_OVERLAP, **options) -> Predictor:
     """Return a copy of a predictor that predicts on overlapping tiles of each image and merges the detections.
-
-    An image that fits into one tile is predicted on as a whole. Every tile is resized to the size that the detector was
-    trained with. A box that is cut off by a border between tiles is dropped if another box of its class contains most
-    of it.
 
     Args:
         tile: longer side of a tile in pixels. Tiles have the aspect ratio of the images that the detector was trained
             on, and are squares if that is not known.
         overlap: overlap of neighbouring tiles as a fraction of their side, from 0 to 0.9; an object up to the size of
             the overlap is not cut off in at least one tile.
-        nms_iou: IoU above which the worse of two boxes of a class is dropped.
-        batch_size: number of tiles in a batch.
+        options: see `in_tiles`.
 
     Raises:
         BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model or one of
@@ -97,60 +86,58 @@ def tiled(
     if tile < 1 or not 0 <= overlap <= MAX_OVERLAP:
         expected = f"expected at least one pixel, and 0 to {MAX_OVERLAP} of a tile"
         raise BadInput(f"--tile {tile} --overlap {overlap}: {expected}")
-    return tiled_as(predictor, tile_hw(tile, predictor.size), overlap, nms_iou, batch_size)
+    return in_tiles(predictor, Tiling(tile_hw(tile, predictor.size), overlap), **options)
 
 
-def tiled_as(
+def in_tiles(
     predictor: Predictor,
-    window_hw: tuple[int, int],
-    overlap: float = DEFAULT_OVERLAP,
+    tiling: Tiling,
+    *,
     nms_iou: float = NMS_IOU,
     batch_size: int = 8,
+    as_evaluated: bool = False,
 ) -> Predictor:
-    """Return a predictor as `tiled` does, that runs on windows of the height and width `window_hw` in pixels.
+    """Return a copy of a predictor that predicts on the tiles of each image and joins the detections, see
+    `join_windows`.
 
-    Raises BadInput: a scene-graph detector, or one of masks.
+    An image that fits into one tile is predicted on as a whole. Every tile is resized to the size that the detector was
+    trained with. A box that is cut off by a border between tiles is dropped if another box of its class contains most
+    of it.
+
+    Args:
+        nms_iou: IoU above which the worse of two boxes of a class is dropped.
+        batch_size: number of tiles in a batch.
+        as_evaluated: keep only what an evaluation of a run keeps, see `predict_dataset`: `max_detections` of the
+            predictor count in each tile, and as many of each class in an image.
+
+    Raises:
+        BadInput: the predictor is a scene graph model or one of masks.
     """
-    _refuse_what_cannot_be_joined(predictor, "--tile")
+    refuse_joining("--tile", bool(predictor.predicates), predictor.masks)
+    tile_side = max(tiling.tile_hw)
+    most = predictor.max_detections if as_evaluated else None
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
-        windows = [windows_of(image.shape[-2:], window_hw, overlap) for image in images]
-        with ShownProgress(f"{len(images)} images in tiles", sum(map(len, windows)), "tiles") as progress:
-            of_images = zip(images, windows, strict=True)
-            return [one(image, own, score_threshold, progress) for image, own in of_images]
+        tiles = [tiling.windows(image.shape[-2:]) for image in images]
+        predictions = []
+        with ShownProgress(f"{len(images)} images in tiles", sum(map(len, tiles)), "tiles") as progress:
+            for image, tiles_xyxy in zip(images, tiles, strict=True):
+                parts = []
+                for cuts in _cut(image, tiles_xyxy, batch_size):
+                    for detections in predictor.predict(cuts, score_threshold):
+                        parts.append({key: column[:most] for key, column in detections.items()})
+                    progress.add(len(cuts))
+                predictions.append(join_windows(parts, tiles_xyxy, image.shape[-2:], tile_side, nms_iou, most))
+        return predictions
 
-    def one(image: Tensor, windows: np.ndarray, score_threshold: float, progress: ShownProgress) -> Detections:
-        size_hw = image.shape[-2:]
-        parts = []
-        for first in range(0, len(windows), batch_size):
-            some = windows[first : first + batch_size].tolist()
-            cuts = [image[:, top:bottom, left:right] for left, top, right, bottom in some]
-            parts += predictor.predict(cuts, score_threshold)
-            progress.add(len(cuts))
-        return join_windows(parts, windows, size_hw, max(window_hw), nms_iou)
-
-    return replace(predictor, predict=predict)
+    return replace(predictor, predict=predict, max_detections=None if as_evaluated else predictor.max_detections)
 
 
-def judged_in_tiles(predictor: Predictor, tiling: Tiling) -> Predictor:
-    """Return a predictor whose detections are those of an evaluation in tiles, see `predict_pictures` of `toolkit.run`.
-
-    `max_detections` of the predictor count in each window, and as many of each class in a picture.
-
-    Raises BadInput: a scene-graph detector, or one of masks.
-    """
-    most = predictor.max_detections
-
-    def of_windows(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
-        found = predictor.predict(images, score_threshold)
-        return [{key: value[:most] for key, value in each.items()} for each in found]
-
-    whole = tiled_as(replace(predictor, predict=of_windows), tiling.tile_hw, tiling.overlap)
-
-    def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
-        return [best_of_classes(found, most) for found in whole.predict(images, score_threshold)]
-
-    return replace(predictor, predict=predict, max_detections=None)
+def _cut(image: Tensor, tiles_xyxy: np.ndarray, batch_size: int) -> Iterator[list[Tensor]]:
+    """Yield the tiles of an image, views of its pixels, some at a time."""
+    for first in range(0, len(tiles_xyxy), batch_size):
+        some = tiles_xyxy[first : first + batch_size].tolist()
+        yield [image[:, top:bottom, left:right] for left, top, right, bottom in some]
 
 
 def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
@@ -160,7 +147,7 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
     Boxes of a class with an IoU of at least `nms_iou` are merged into one, whose coordinates are the mean weighted by
     the scores. Raises BadInput for a scene graph model, and for one of masks.
     """
-    _refuse_what_cannot_be_joined(predictor, "--flip")
+    refuse_joining("--flip", bool(predictor.predicates), predictor.masks)
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         plain = predictor.predict(images, score_threshold)
@@ -191,8 +178,9 @@ def _averaged(parts: Sequence[Detections], nms_iou: float) -> Detections:
     }
 
 
-def _refuse_what_cannot_be_joined(predictor: Predictor, flag: str) -> None:
-    if predictor.predicates:
+def refuse_joining(flag: str, has_relations: bool, has_masks: bool) -> None:
+    """Raise BadInput, which names the flag, if the detections of a detector are more than boxes."""
+    if has_relations:
         raise BadInput(f"{flag}: relations of a scene graph cannot be merged; leave it out")
-    if predictor.masks:
+    if has_masks:
         raise BadInput(f"{flag}: masks are not merged, only boxes are; leave it out")

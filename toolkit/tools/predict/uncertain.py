@@ -16,8 +16,8 @@ from toolkit.base.errors import BadInput
 from toolkit.base.text import as_cell, in_utf_8
 from toolkit.evaluation.predictions import Detections
 from toolkit.tools.doctor.near_duplicates import thumbnail_of
-from toolkit.tools.predict.image_files import predict_files
-from toolkit.tools.predict.prediction import Predictor
+from toolkit.tools.predict.predict_each import predict_files
+from toolkit.tools.predict.predictor import Predictor
 
 MIN_COUNTED_SCORE = 0.05  # minimum score to count; a detector has hundreds of lower ones in any image
 # For each requested image: the most uncertain ones, among which the most different are chosen.
@@ -54,10 +54,10 @@ def most_uncertain(
     options = {"batch_size": batch_size, "score_threshold": MIN_COUNTED_SCORE}
     for prediction in predict_files(replace(predictor, predict=predict), paths, **options):
         if prediction.error is None:
-            found[prediction.path] = prediction.found["uncertainty"]
+            found[prediction.key] = prediction.detections["uncertainty"]
             look = thumbnail_of(prediction.image).astype(np.float64).ravel()
             centred = look - look.mean()
-            looks[prediction.path] = centred / max(np.linalg.norm(centred), 1e-9)
+            looks[prediction.key] = centred / max(np.linalg.norm(centred), 1e-9)
     ranked = sorted(found, key=lambda path: -sum(found[path]))[: CANDIDATES_PER_IMAGE * count]
     chosen = farthest_first(np.array([looks[path] for path in ranked]), count) if ranked else []
     return {ranked[index]: found[ranked[index]] for index in chosen}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from fractions import Fraction
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import import_extra
 from toolkit.evaluation.draw import picture_with_boxes
-from toolkit.tools.predict.prediction import Predictor
+from toolkit.tools.predict.predict_each import predict_each
+from toolkit.tools.predict.predictor import Predictor
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"})
 TICK_S = Fraction(1, 60000)  # of the times in written videos; MPEG-4 takes no denominator above 65535
@@ -182,24 +184,23 @@ def predict_video(
         writer = VideoWriter(drawn, video.rate) if drawn is not None else None
         if writer is not None:
             stack.callback(writer.close)
-        frames = islice(video, max_frames)
-        while some := list(islice(frames, batch_size)):
-            predictions = predictor.predict([frame.image for frame in some], score_threshold)
-            for frame, detections in zip(some, predictions, strict=True):
-                entry = {
-                    "frame": frame.index,
-                    "time_s": round(frame.time_s, 6),
-                    **predictor.as_json(detections),
-                }
-                text.write(json.dumps(entry) + "\n")
-                if writer is not None:
-                    picture = picture_with_boxes(
-                        frame.image,
-                        detections,
-                        predictor.class_names,
-                        smallest_side=1,
-                    )
-                    writer.add(np.asarray(picture), frame.time_s)
-                count += 1
-                on_frame()
+        how = {"score_threshold": score_threshold, "batch_size": batch_size}
+        for prediction in predict_each(predictor, islice(video, max_frames), attrgetter("image"), **how):
+            frame = prediction.key
+            entry = {
+                "frame": frame.index,
+                "time_s": round(frame.time_s, 6),
+                **predictor.as_json(prediction.detections),
+            }
+            text.write(json.dumps(entry) + "\n")
+            if writer is not None:
+                picture = picture_with_boxes(
+                    frame.image,
+                    prediction.detections,
+                    predictor.class_names,
+                    smallest_side=1,
+                )
+                writer.add(np.asarray(picture), frame.time_s)
+            count += 1
+            on_frame()
     return count, video.broken

@@ -1,7 +1,6 @@
 """Predicts on images with any kind of detector: of this toolkit, exported, or of transformers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,25 +9,22 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, bitmap
 from toolkit.base.outlines import polygons_of
-from toolkit.base.progress import ShownProgress
 from toolkit.base.text import shown
 from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.segmentations import to_segmentation
-from toolkit.data.table import Category, DetectionTable
+from toolkit.data.table import Category
 from toolkit.data.transforms.geometry import resize, shorter_side_size
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
-from toolkit.evaluation.predict_dataset import run_lengths
-from toolkit.evaluation.predictions import Detections, best_first, detections_as_json, joined, selected_masks
+from toolkit.evaluation.predict_dataset import detections_of, run_lengths
+from toolkit.evaluation.predictions import Detections, best_first, detections_as_json
 from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, Runner
 from toolkit.tools.export.masks import ExportedMasks
 from toolkit.tools.predict.choices import DEFAULT_THRESHOLD
 
-IMAGES_PER_CHUNK = 8
 NO_BOXES = {"boxes": torch.zeros(0, 4)}
 
 
@@ -90,11 +86,11 @@ class Predictor:
         several = isinstance(images, (list, tuple))
         minimum = self.recommended_threshold if score_threshold is None else score_threshold
         pictures = [as_image(image, self.white) for image in (images if several else [images])]
-        detections = self.predict(pictures, minimum)
-        for found, picture in zip(detections, pictures, strict=True):
-            if "masks" in found:
-                found["masks"] = _pixels(found["masks"], tuple(picture.shape[-2:]))
-        return detections if several else detections[0]
+        predictions = self.predict(pictures, minimum)
+        for detections, picture in zip(predictions, pictures, strict=True):
+            if "masks" in detections:
+                detections["masks"] = _pixels(detections["masks"], tuple(picture.shape[-2:]))
+        return predictions if several else predictions[0]
 
     def as_json(
         self, detections: Detections, all_scores: bool = False, graph_constraint: bool = True, polygons: bool = False
@@ -207,32 +203,28 @@ def _filtered(predictor: Predictor, wanted: Callable[[Detections], Tensor]) -> P
 # ---- images -> detections --------------------------------------------------------------------------------------------
 
 
-def _loop(prepare: Callable, find: Callable, encode: Callable | None = None):
+def _one_size_at_a_time(prepare: Callable, detect: Callable):
     """Return the `Predictor.predict` of a detector.
 
     Args:
-        prepare: function (image, its given boxes) -> (pixels for the detector, any further data for `find`).
-        find: function (results of `prepare` whose pixels have one shape, sizes (B, 2) int64 (height, width) of the
-            images, score_threshold) -> `Detections` of each image, in pixels of the image.
-        encode: function (detections with masks, size of their image) -> its masks as run lengths.
+        prepare: function (image, its given boxes) -> (pixels for the detector, its target, a dict with at least
+            `orig_size`, the height and width of the image).
+        detect: function (results of `prepare` whose pixels have one shape, score_threshold) -> `Detections` of each
+            image, in pixels of the image, with masks as run lengths.
     """
 
     @torch.no_grad()
     def predict(images: Sequence[Tensor], score_threshold: float, given: Sequence[Detections] = ()) -> list[Detections]:
         pairs = zip(images, given or [NO_BOXES] * len(images), strict=True)
-        prepared = [prepare(image, boxes) for image, boxes in pairs]
+        samples = [prepare(image, boxes) for image, boxes in pairs]
         groups: dict[torch.Size, list[int]] = {}
-        for i, (pixels, _) in enumerate(prepared):
+        for i, (pixels, _) in enumerate(samples):
             groups.setdefault(pixels.shape, []).append(i)
         predictions: list[Detections] = [{}] * len(images)
         for group in groups.values():
-            sizes_hw = torch.tensor([images[i].shape[-2:] for i in group])
-            of_group = find([prepared[i] for i in group], sizes_hw, score_threshold)
+            of_group = detect([samples[i] for i in group], score_threshold)
             for i, detections in zip(group, of_group, strict=True):
-                found = best_first(detections)
-                if "masks" in found:
-                    found["masks"] = encode(found, tuple(images[i].shape[-2:]))
-                predictions[i] = found
+                predictions[i] = best_first(detections)
         return predictions
 
     return predict
@@ -246,20 +238,14 @@ def own_predict(detector: nn.Module, size: Mapping[str, int] | None, top_k: int 
         top_k: maximum number of detections per image.
     """
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
+    def detect(samples: list, score_threshold: float) -> list[Detections]:
         device = next(detector.parameters()).device
-        batch = collate(prepared, detector.stride).to(device)
+        batch = collate(samples, detector.stride).to(device)
         given = [batch.targets] if "labels" in batch.targets[0] else []
         outputs = detector(batch.images, batch.sizes, *given)
-        return detector.postprocess(
-            outputs,
-            batch.sizes,
-            sizes_hw.to(device),
-            score_threshold,
-            top_k,
-        )
+        return detections_of(detector, outputs, batch, score_threshold, top_k)
 
-    return _loop(partial(resized, size), find, partial(run_lengths, detector))
+    return _one_size_at_a_time(partial(resized, size), detect)
 
 
 def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
@@ -270,21 +256,23 @@ def predict_with(run: Runner, about: ExportMetadata, top_k: int | None = None):
         top_k: maximum number of detections per image; None: all that the file returns.
     """
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> Iterator[Detections]:
-        batch = np.stack([pixels.contiguous().numpy() for pixels, _ in prepared])
+    def detect(samples: list, score_threshold: float) -> Iterator[Detections]:
+        batch = np.stack([pixels.contiguous().numpy() for pixels, _ in samples])
         outputs = (torch.from_numpy(np.array(output)) for output in run(batch))
-        for boxes, scores, labels, *further, size_hw in zip(*outputs, sizes_hw.tolist(), strict=True):
+        for boxes, scores, labels, *further, (_, target) in zip(*outputs, samples, strict=True):
+            size_hw = tuple(target["orig_size"].tolist())
             height, width = (new / old for new, old in zip(size_hw, batch.shape[-2:], strict=True))
             keep = ((labels >= 0) & (scores > score_threshold)).nonzero()[:top_k, 0]  # they are best first
             boxes = boxes[keep] * torch.tensor([width, height, width, height])
-            found = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
+            detections = {"boxes": boxes, "scores": scores[keep], "labels": labels[keep].long()}
             if about.masks:
-                found["masks"] = further[0][keep]
+                detections["masks"] = further[0][keep]
+                detections["masks"] = run_lengths(ExportedMasks(about), detections, size_hw)
             elif further:
-                found |= _relations_among(keep, len(scores), *further)
-            yield found
+                detections |= _relations_among(keep, len(scores), *further)
+            yield detections
 
-    return _loop(partial(resized, about.size), find, partial(run_lengths, ExportedMasks(about)))
+    return _one_size_at_a_time(partial(resized, about.size), detect)
 
 
 def _relations_among(
@@ -313,37 +301,36 @@ def transformers_predict(model: nn.Module, processor, top_k: int = MIN_TOP_K):
 
     def prepare(image: Tensor, _) -> tuple[Tensor, Mapping]:
         inputs = processor(images=[image], return_tensors="pt", input_data_format="channels_first").to(device)
-        return inputs["pixel_values"], inputs
+        return inputs["pixel_values"], {"inputs": inputs, "orig_size": torch.tensor(image.shape[-2:])}
 
-    def find(prepared: list, sizes_hw: Tensor, score_threshold: float) -> list[Detections]:
-        joined = {key: torch.cat([inputs[key] for _, inputs in prepared]) for key in prepared[0][1]}
-        sizes_hw = sizes_hw.to(device)
-        found = processor.post_process_object_detection(
-            model(**joined),
-            score_threshold,
-            target_sizes=sizes_hw,
-        )
+    def detect(samples: list, score_threshold: float) -> list[Detections]:
+        inputs = [target["inputs"] for _, target in samples]
+        batch = {key: torch.cat([of_image[key] for of_image in inputs]) for key in inputs[0]}
+        orig_sizes = torch.stack([target["orig_size"] for _, target in samples]).to(device)
         result = []
-        for detections in found:
+        for detections in processor.post_process_object_detection(model(**batch), score_threshold, orig_sizes):
             order = detections["scores"].argsort(descending=True, stable=True)[:top_k]
             result.append({key: column[order] for key, column in detections.items()})
         return result
 
-    return _loop(prepare, find)
+    return _one_size_at_a_time(prepare, detect)
 
 
 def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Detections = NO_BOXES) -> tuple[Tensor, Detections]:
-    """Resize an image and its given boxes for a detector; return the image and a target with the boxes.
+    """Resize an image and its given boxes for a detector; return the image and a target with the boxes and with the
+    size of the image before.
 
     size: see `input_hw`.
     """
+    size_hw = tuple(image.shape[-2:])
     count = len(boxes["boxes"])
     nothing = {
         "area": torch.zeros(count),
         "iscrowd": torch.zeros(count, dtype=torch.int64),
+        "relations": torch.zeros(0, 3, dtype=torch.int64),
     }
-    target = boxes | nothing | {"relations": torch.zeros(0, 3, dtype=torch.int64)}
-    return resize(image, target, input_hw(image.shape[-2:], size))
+    target = boxes | nothing | {"orig_size": torch.tensor(size_hw)}
+    return resize(image, target, input_hw(size_hw, size))
 
 
 def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
@@ -356,77 +343,3 @@ def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[
     if "shortest_edge" in size:
         return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
     return size["height"], size["width"]
-
-
-# ---- a data set -> detections ----------------------------------------------------------------------------------------
-
-
-def predict_table(predictor: Predictor, table: DetectionTable) -> Boxes:
-    """Predict on all images of a data table, and return the predictions with the labels of the table.
-
-    The best `predictor.max_detections` of an image are kept.
-
-    Raises:
-        BadInput: the table has classes that the predictor does not know, or an image cannot be read.
-    """
-    labels = labels_in(table, predictor.class_names, predictor.source)
-    most = predictor.max_detections
-    predictions = [relabelled(detections, labels, most) for detections in predict_images(predictor, table)]
-    return joined(predictions, table.image_ids().tolist())
-
-
-def predict_images(predictor: Predictor, table: DetectionTable) -> Iterator[Detections]:
-    """Yield the detections in each image of a data table, with scores above 0 and the predictor's labels; for a scene
-    graph model with relations.
-
-    Raises:
-        BadInput: an image cannot be read.
-    """
-    progress = ShownProgress(f"evaluation of {predictor.source}", len(table), "images")
-    with progress, ThreadPoolExecutor() as pool:
-        for start in range(0, len(table), IMAGES_PER_CHUNK):
-            rows = map(table.row, range(start, min(start + IMAGES_PER_CHUNK, len(table))))
-            try:
-                images = list(pool.map(table.decode_image, rows))
-            except ImageError as error:
-                raise BadInput(f"{table.name}: {error}") from error
-            yield from predictor.predict(images, 0.0)
-            progress.add(len(images))
-
-
-def labels_in(table: DetectionTable, names: Sequence[str], source: str) -> Tensor:
-    """Return (classes,) int64: the label in a data table for each class of a model, matched by name; -1 if the table
-    does not have the class.
-
-    Args:
-        names: names of the model's classes in the order of its labels.
-        source: name of the model, for messages.
-
-    Raises:
-        BadInput: the table has a class that the model does not know.
-    """
-    position = {name: label for label, name in enumerate(table.class_names)}
-    missing = [name for name in table.class_names if name not in names]
-    if missing:
-        raise BadInput(f"{source} does not know the classes {missing[:5]} of {table.name}; its own are {names[:5]}")
-    return torch.tensor([position.get(name, -1) for name in names], dtype=torch.int64)
-
-
-def relabelled(detections: Mapping, labels: Tensor, max_detections: int | None) -> Detections:
-    """Return the detections of an image with the labels of a data table.
-
-    Detections of classes that the table does not have are left out; of the others the best `max_detections` are kept,
-    or all if it is None.
-
-    labels: result of `labels_in`.
-    """
-    table_labels = labels[torch.as_tensor(detections["labels"]).long()]
-    keep = (table_labels >= 0).nonzero().flatten()[:max_detections]
-    result = {
-        "boxes": torch.as_tensor(detections["boxes"])[keep],
-        "scores": torch.as_tensor(detections["scores"])[keep],
-        "labels": table_labels[keep],
-    }
-    if "masks" in detections:
-        result["masks"] = selected_masks(detections["masks"], keep)
-    return result
