@@ -2,33 +2,33 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
-from toolkit.base.files import folders_below, without_suffix
+from toolkit.base.files import without_suffix
 from toolkit.base.text import shown
-from toolkit.data.check_files import image_names
-from toolkit.data.formats.annotated import split_of
 from toolkit.data.formats.yolo_rows import is_number
+from toolkit.data.layout import Layout, split_of
 from toolkit.data.table import Problem
 
 MAX_NAMED = 10  # label files that are named one by one
 
 
-def orphans_of(label_folders: Iterable[Path], used: Iterable[Path], others: Sequence[str]) -> list[Path]:
+def orphans_of(
+    layout: Layout, label_folders: Iterable[Path], used: Iterable[Path], others: Sequence[str]
+) -> list[Path]:
     """Return the label files in these folders that belong to no picture that is read.
 
     used: label files of the pictures. others: names of text files that are not labels, such as lists of classes.
     """
-    known = {os.path.realpath(path) for path in used}
-    orphans = []
-    for folder in sorted(set(label_folders)):
-        for path in sorted(folder.glob("*.txt")):
-            if path.name not in others and os.path.realpath(path) not in known and _has_rows(path):
-                orphans.append(path)
-    return orphans
+    used = set(used)
+    candidates = chain.from_iterable(layout.files(folder, ".txt") for folder in sorted(set(label_folders)))
+    left = [path for path in candidates if path.name not in others and path not in used]
+    known = {os.path.realpath(path) for path in used} if left else set()  # of links, which are slow to follow
+    return [path for path in left if os.path.realpath(path) not in known and _has_rows(path)]
 
 
-def pictures_beside(labels: Sequence[Path], split: str) -> dict[Path, Path]:
+def pictures_beside(layout: Layout, labels: Sequence[Path], split: str) -> dict[Path, Path]:
     """Return the picture of each label file that has one near it, by the path of the label file.
 
     Looked at are its own folder, `images` in place of `labels`, the folder around `labels`, and all folders in that one
@@ -40,8 +40,8 @@ def pictures_beside(labels: Sequence[Path], split: str) -> dict[Path, Path]:
         folder = label.parent
         if folder not in pictures:
             by_stem: dict[str, Path] = {}
-            for place in _places_near(folder, split):
-                for name in image_names(place, [""]):
+            for place in _places_near(layout, folder, split):
+                for name in layout.images(place):
                     by_stem.setdefault(without_suffix(name), place / name)
             pictures[folder] = by_stem
         picture = pictures[folder].get(label.stem)
@@ -77,7 +77,7 @@ def _has_rows(path: Path) -> bool:
     return not text.strip() or len(words) >= 5 and all(map(is_number, words))
 
 
-def _places_near(folder: Path, split: str) -> list[Path]:
+def _places_near(layout: Layout, folder: Path, split: str) -> list[Path]:
     """Return the folders in which the pictures of a folder of labels may lie, the usual ones first."""
     places = [folder]
     parts = list(folder.parts)
@@ -87,5 +87,5 @@ def _places_near(folder: Path, split: str) -> list[Path]:
     if folder.name == "labels":
         places.append(folder.parent)
         if split_of(folder.parent.name) == split:
-            places += folders_below(folder.parent)
+            places += layout.below(folder.parent)
     return list(dict.fromkeys(places))

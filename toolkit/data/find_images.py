@@ -1,4 +1,5 @@
-"""Looks for pictures that are not where the annotations say in all other places of a data set."""
+"""Finds the folder of the images of a split, and the pictures that are not in it in all other places of the data set.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -6,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import folders_below
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.check_files import image_names, parallel
+from toolkit.data.check_files import parallel
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources
+from toolkit.data.layout import Layout, may_hold
 from toolkit.data.table import Problem
 
 MAX_FOLDERS = 2_000  # of a data set that are looked through
@@ -38,21 +39,39 @@ class Found:
         return {os.path.join(self.moved, name) for name in listed}
 
 
+def find_root(
+    candidates: Iterable[Path], holds: Callable[[Path], bool], fault: str, layout: Layout, base: Path | None
+) -> Path:
+    """Return the first of these folders that holds images of a split, or `base` if images lie anywhere below that.
+
+    In `base`, `find_missing` looks for each image.
+
+    candidates: folders in which the images usually lie. holds: says whether a folder holds one of them. base: None:
+        only the candidates count.
+
+    Raises BadInput that begins with `fault` and lists the candidates, if no image is found.
+    """
+    candidates = list(dict.fromkeys(candidates))
+    root = next(filter(holds, candidates), None)
+    if root is not None:
+        return root
+    if base is not None and any(layout.images(folder) for folder in layout.below(base)[:MAX_FOLDERS]):
+        return base
+    tried = ", ".join(map(str, candidates))
+    raise BadInput(f"{fault}; tried {tried}; set it with --data.image_dir")
+
+
 def find_missing(
-    images: Sequence[ImageRow],
-    root: Path | ImageSources,
-    base: Path,
-    is_of_split: Callable[[str], bool],
+    images: Sequence[ImageRow], root: Path | ImageSources, layout: Layout, base: Path, split: str | None
 ) -> Found:
     """Look below the folder `base` for the pictures that `root` lacks.
 
     A picture is taken if its path ends with the whole name, or else with the last parts of it; if it has the size in
-    the row; if no other row names it; and if it is the only such file. So a picture of another split, or a reduced
-    copy, is not taken for it. Names become relative to a folder that has all pictures; if nothing is found, none
-    changes.
+    the row; if no other row names it; if it is the only such file; and if no folder on its path is of another split. So
+    a picture of another split, or a reduced copy, is not taken for it. Names become relative to a folder that has all
+    pictures; if nothing is found, none changes.
 
-    root: if it is not a single folder, nothing is looked for.
-    is_of_split: says by the name of a folder whether pictures of the split can be in it.
+    root: if it is not a single folder, nothing is looked for. split: of the images; None: it is not known.
     """
     images = list(images)
     if not isinstance(root, Path):
@@ -61,8 +80,8 @@ def find_missing(
     missing = parallel(lambda row: [] if os.path.exists(root / row.file_name) else [row], named, "looking for images")
     if not missing:
         return Found(images, root)
-    folders = _folders_of_split(base, is_of_split)
-    paths = _paths_by_name(folders, {os.path.basename(row.file_name) for row in missing})
+    folders = _folders_of_split(layout, base, split)
+    paths = _paths_by_name(layout, folders, {os.path.basename(row.file_name) for row in missing})
     taken = {os.path.realpath(root / row.file_name) for row in named}
     found: dict[int | str, str] = {}  # paths of pictures by image id
     for row in missing:
@@ -73,31 +92,26 @@ def find_missing(
     watched = [f"{folder}{os.sep}" for folder in folders] if len(found) < len(missing) else []
     if not found:
         return Found(images, root, watched=watched)
-    top = os.path.abspath(root)
-    common = os.path.commonpath([top, *(os.path.dirname(os.path.abspath(path)) for path in found.values())])
-    moved = os.path.relpath(top, common) if common != top else ""
+    common, moved = _common_root(root, found.values())
     rows = []
     for row in images:
         name = row.file_name
         if row.image_id in found:
             name = os.path.relpath(found[row.image_id], common)
-        elif moved and isinstance(name, str):
+        elif isinstance(name, str):
             name = os.path.join(moved, name)
         rows.append(row._replace(file_name=name))
     return Found(rows, Path(common), moved, _notes(found.values(), root), watched)
 
 
-def root_or_base(find_root: Callable[[], Path], base: Path) -> Path:
-    """Return the folder that `find_root` finds, or `base` if it finds none and pictures lie below that.
+def _common_root(root: Path, paths: Iterable[str]) -> tuple[str, str]:
+    """Return the folder that has both `root` and all paths, and the path of `root` in it, "" if it is the same.
 
-    Then `find_missing` looks for each picture. Raises BadInput, that of `find_root`, if there are no pictures.
+    For example ("data/train", "images") for the root data/train/images and the path data/train/1.png.
     """
-    try:
-        return find_root()
-    except BadInput:
-        if any(any(image_names(folder, [""])) for folder in folders_below(base)[:MAX_FOLDERS]):
-            return base
-        raise
+    top = os.path.abspath(root)
+    common = os.path.commonpath([top, *(os.path.dirname(os.path.abspath(path)) for path in paths)])
+    return common, os.path.relpath(top, common) if common != top else ""
 
 
 def _notes(paths: Iterable[str], root: Path) -> list[Problem]:
@@ -113,21 +127,17 @@ def _notes(paths: Iterable[str], root: Path) -> list[Problem]:
     return notes
 
 
-def _folders_of_split(base: Path, is_of_split: Callable[[str], bool]) -> list[Path]:
+def _folders_of_split(layout: Layout, base: Path, split: str | None) -> list[Path]:
     """Return `base` and the folders below it of which every part of the path fits the split."""
-    folders = folders_below(base)[:MAX_FOLDERS]
-    return [folder for folder in folders if all(map(is_of_split, folder.relative_to(base).parts))]
+    folders = layout.below(base)[:MAX_FOLDERS]
+    return [folder for folder in folders if all(may_hold(part, split) for part in folder.relative_to(base).parts)]
 
 
-def _paths_by_name(folders: Iterable[Path], wanted: set[str]) -> dict[str, list[str]]:
+def _paths_by_name(layout: Layout, folders: Iterable[Path], wanted: set[str]) -> dict[str, list[str]]:
     """Return the paths of the wanted files in these folders, by the name of the file."""
     paths: dict[str, list[str]] = {}
     for folder in folders:
-        try:
-            names = wanted.intersection(os.listdir(folder))
-        except OSError:
-            continue
-        for name in names:
+        for name in wanted.intersection(layout.names(folder)):
             paths.setdefault(name, []).append(os.path.join(folder, name))
     return paths
 
