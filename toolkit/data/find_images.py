@@ -2,7 +2,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,25 +40,33 @@ class Found:
 
 
 def find_root(
-    candidates: Iterable[Path], holds: Callable[[Path], bool], fault: str, layout: Layout, base: Path | None
+    candidates: Iterable[Path],
+    holds: Callable[[Path], bool],
+    layout: Layout,
+    base: Path | None,
+    *,
+    where: Path,
+    first: str | None,
 ) -> Path:
     """Return the first of these folders that holds images of a split, or `base` if images lie anywhere below that.
 
     In `base`, `find_missing` looks for each image.
 
     candidates: folders in which the images usually lie. holds: says whether a folder holds one of them. base: None:
-        only the candidates count.
+        only the candidates count. where: file or folder of the annotations, for the message. first: name of an image,
+        for the message; None if none has a usable name.
 
-    Raises BadInput that begins with `fault` and lists the candidates, if no image is found.
+    Raises BadInput that lists the candidates, if no image is found.
     """
     candidates = list(dict.fromkeys(candidates))
-    root = next(filter(holds, candidates), None)
-    if root is not None:
-        return root
+    for candidate in candidates:
+        if holds(candidate):
+            return candidate
     if base is not None and any(layout.images(folder) for folder in layout.below(base)[:MAX_FOLDERS]):
         return base
+    name = repr(shown(first)) if first else "(no usable file_name)"
     tried = ", ".join(map(str, candidates))
-    raise BadInput(f"{fault}; tried {tried}; set it with --data.image_dir")
+    raise BadInput(f"{where}: no image folder found for {name}; tried {tried}; set it with --data.image_dir")
 
 
 def find_missing(
@@ -81,27 +89,36 @@ def find_missing(
     if not missing:
         return Found(images, root)
     folders = _folders_of_split(layout, base, split)
-    paths = _paths_by_name(layout, folders, {os.path.basename(row.file_name) for row in missing})
     taken = {os.path.realpath(root / row.file_name) for row in named}
-    found: dict[int | str, str] = {}  # paths of pictures by image id
-    for row in missing:
+    paths = _paths_of(missing, _paths_by_name(layout, folders, missing), taken)
+    watched = [f"{folder}{os.sep}" for folder in folders] if len(paths) < len(missing) else []
+    if not paths:
+        return Found(images, root, watched=watched)
+    common, moved = _common_root(root, paths.values())
+    rows = []
+    for row in images:
+        name = row.file_name
+        if row.image_id in paths:
+            name = os.path.relpath(paths[row.image_id], common)
+        elif isinstance(name, str):
+            name = os.path.join(moved, name)
+        rows.append(row._replace(file_name=name))
+    return Found(rows, Path(common), moved, _notes(paths.values(), root), watched)
+
+
+def _paths_of(rows: Iterable[ImageRow], paths: Mapping[str, list[str]], taken: set[str]) -> dict[int | str, str]:
+    """Return the path of the picture of each row that has one, by image id.
+
+    paths: of the files that may be it, by their names. taken: real paths of the pictures of other rows.
+    """
+    found: dict[int | str, str] = {}
+    taken = set(taken)
+    for row in rows:
         path = _picture_of(row, paths, taken)
         if path is not None:
             found[row.image_id] = path
             taken.add(os.path.realpath(path))
-    watched = [f"{folder}{os.sep}" for folder in folders] if len(found) < len(missing) else []
-    if not found:
-        return Found(images, root, watched=watched)
-    common, moved = _common_root(root, found.values())
-    rows = []
-    for row in images:
-        name = row.file_name
-        if row.image_id in found:
-            name = os.path.relpath(found[row.image_id], common)
-        elif isinstance(name, str):
-            name = os.path.join(moved, name)
-        rows.append(row._replace(file_name=name))
-    return Found(rows, Path(common), moved, _notes(found.values(), root), watched)
+    return found
 
 
 def _common_root(root: Path, paths: Iterable[str]) -> tuple[str, str]:
@@ -133,8 +150,9 @@ def _folders_of_split(layout: Layout, base: Path, split: str | None) -> list[Pat
     return [folder for folder in folders if all(may_hold(part, split) for part in folder.relative_to(base).parts)]
 
 
-def _paths_by_name(layout: Layout, folders: Iterable[Path], wanted: set[str]) -> dict[str, list[str]]:
-    """Return the paths of the wanted files in these folders, by the name of the file."""
+def _paths_by_name(layout: Layout, folders: Iterable[Path], rows: Iterable[ImageRow]) -> dict[str, list[str]]:
+    """Return the paths of the files in these folders that have the name of a row's picture, by that name."""
+    wanted = {os.path.basename(row.file_name) for row in rows}
     paths: dict[str, list[str]] = {}
     for folder in folders:
         for name in wanted.intersection(layout.names(folder)):
@@ -142,7 +160,7 @@ def _paths_by_name(layout: Layout, folders: Iterable[Path], wanted: set[str]) ->
     return paths
 
 
-def _picture_of(row: ImageRow, paths: dict[str, list[str]], taken: set[str]) -> str | None:
+def _picture_of(row: ImageRow, paths: Mapping[str, list[str]], taken: set[str]) -> str | None:
     """Return the path of the picture of a row; None if there is none, or more than one."""
     parts = Path(row.file_name).parts
     candidates = [path for path in paths.get(parts[-1], ()) if os.path.realpath(path) not in taken]

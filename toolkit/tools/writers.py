@@ -26,7 +26,8 @@ from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_
 from toolkit.data.formats.csv import HEADERLESS
 from toolkit.data.formats.voc import CORNERS
 from toolkit.data.formats.voc_masks import MASK_FOLDER, write_masks
-from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
+from toolkit.data.formats.yolo import settings_of
+from toolkit.data.formats.yolo_pairs import LABEL_FOLDER
 from toolkit.data.image_sources import size_of
 from toolkit.data.layout import Layout
 from toolkit.data.segmentations import clipped, to_segmentation

@@ -2,7 +2,7 @@
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -203,12 +203,12 @@ def _format_of(source: str, name: str | None) -> str:
 class RecognisedFolder:
     """The format and the splits of a folder.
 
-    others: further formats that the folder could be read as.
+    untried: formats that were not tried any more.
     """
 
     format: str
     found: Splits
-    others: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -217,6 +217,11 @@ class RecognisedFolder:
     @property
     def splits(self) -> tuple[str, ...]:
         return self.found.names
+
+    @cached_property
+    def others(self) -> tuple[str, ...]:
+        """Further formats that the folder could be read as."""
+        return tuple(name for name in self.untried if module_of(name).find(self.found.layout))
 
     @cached_property
     def unused(self) -> tuple[str, ...]:
@@ -253,20 +258,14 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         path = path.parent  # data.yaml
     layout = Layout(path)
     tried = [name for name in FOLDERS if format in ("auto", name)]
-    matches = _matches(layout, tried)
-    if not matches and "yolo" in tried:
-        labels = module_of("yolo").find_labels(layout)
-        matches = {"yolo": labels} if labels else {}
-    if not matches:
-        raise _not_recognised(layout, format, tried)
-    name, *others = matches
-    return RecognisedFolder(name, matches[name], tuple(others))
-
-
-def _matches(layout: Layout, formats: Iterable[str]) -> dict[str, Splits]:
-    """Return what each of these formats finds in a folder; those that find nothing are left out."""
-    found = {name: module_of(name).find(layout) for name in formats}
-    return {name: splits for name, splits in found.items() if splits}
+    for place, name in enumerate(tried, start=1):
+        found = module_of(name).find(layout)
+        if found:
+            return RecognisedFolder(name, found, tuple(tried[place:]))
+    labels = module_of("yolo").find_labels(layout) if "yolo" in tried else None
+    if labels:
+        return RecognisedFolder("yolo", labels)
+    raise _not_recognised(layout, format, tried)
 
 
 def _not_recognised(layout: Layout, format: str, tried: Sequence[str]) -> BadInput:
@@ -275,9 +274,10 @@ def _not_recognised(layout: Layout, format: str, tried: Sequence[str]) -> BadInp
     look_alike = about_look_alike(layout)
     if look_alike:
         return BadInput(f"{path}: {look_alike}")
-    others = list(_matches(layout, (name for name in FOLDERS if name not in tried)))
-    if others:
-        looks = module_of(others[0]).TITLE
+    others = (name for name in FOLDERS if name not in tried)
+    other = next((name for name in others if module_of(name).find(layout)), None)
+    if other:
+        looks = module_of(other).TITLE
         wanted = f"nothing of the format {format!r} was found in this folder"
         return BadInput(f"{path}: {wanted}; it looks like {looks}: leave out data.format")
     known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "

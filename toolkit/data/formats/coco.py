@@ -6,19 +6,19 @@ A folder has a file for each split: `annotations/instances_*.json`, or `_annotat
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import gc_disabled
-from toolkit.base.text import shown
 from toolkit.data.annotations import Annotations, Reading, RelationColumns, is_id
 from toolkit.data.check_files import with_good_files
 from toolkit.data.checks import check, unsafe_file_name
 from toolkit.data.find_images import find_missing, find_root
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.formats.look_alikes import about_look_alike
-from toolkit.data.image_sources import digest_of, open_sources
+from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.layout import (
     FILE_NAME_WORD,
     UNSPLIT,
@@ -85,40 +85,49 @@ def read_coco(
     file = Path(annotation_file).expanduser()
     image_dir = open_sources(reading.image_dir)
 
-    def make(cache_file: Path) -> DetectionTable:
-        with gc_disabled():
-            annotations = read_annotations(file, reading.masks)
-            left_out = _without_super_category(annotations, file, siblings)
-            checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
-        places = layout or Layout(_data_set_of(file))
-        base = image_dir or places.folder
-        root = image_dir
-        if not root:
-            names = [row.file_name for row in checked.images]
-            root = _image_root(file, names, places, base if check_images else None)
-        others = set()
-        searched = {}
-        if check_images and checked.images:  # the siblings are read only where the images are checked
-            found = find_missing(checked.images, root, places, base, _split_of(file))
-            searched = {path: digest_of(path) for path in found.watched}
-            root = found.image_root
-            others = found.names(chain(*map(listed_names, siblings), checked.listed))
-            others.update(row.file_name for row in found.images)
-            checked = replace(checked, images=found.images, problems=checked.problems + found.problems)
-        max_pixels = reading.max_image_pixels
-        good, digests = with_good_files(checked, root, check_images, max_pixels, others, white=reading.white)
-        good.problems[:0] = _notes(file) + left_out
-        return write_table(
-            **good.columns(),
-            cache_file=cache_file,
-            image_root=root.resolve(),
-            name=str(file),
-            checked={**searched, **digests},
-        )
-
+    make = partial(_write_table, file, image_dir, siblings, layout or Layout(_data_set_of(file)), reading)
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
     key = ["coco", check_images, where, file_digest(file)]
     return cached_table(key, make, reading, name=str(file))
+
+
+def _write_table(
+    file: Path,
+    image_dir: Path | ImageSources | None,
+    siblings: Sequence[Path],
+    layout: Layout,
+    reading: Reading,
+    cache_file: Path,
+) -> DetectionTable:
+    """Read and check an annotation file and its images, and write their table; arguments: as of `read_coco`."""
+    with gc_disabled():
+        annotations = read_annotations(file, reading.masks)
+        left_out = _without_super_category(annotations, file, siblings)
+        checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
+    base = image_dir or layout.folder
+    root = image_dir
+    if root is None:
+        names = [row.file_name for row in checked.images]
+        root = _image_root(file, names, layout, base if reading.check_images else None)
+    others = set()
+    searched = {}
+    if reading.check_images and checked.images:  # the siblings are read only where the images are checked
+        found = find_missing(checked.images, root, layout, base, _split_of(file))
+        searched = {path: digest_of(path) for path in found.watched}
+        root = found.image_root
+        others = found.names(chain(*map(listed_names, siblings), checked.listed))
+        others.update(row.file_name for row in found.images)
+        checked = replace(checked, images=found.images, problems=checked.problems + found.problems)
+    max_pixels = reading.max_image_pixels
+    good, digests = with_good_files(checked, root, reading.check_images, max_pixels, others, white=reading.white)
+    good.problems[:0] = _notes(file) + left_out
+    return write_table(
+        **good.columns(),
+        cache_file=cache_file,
+        image_root=root.resolve(),
+        name=str(file),
+        checked={**searched, **digests},
+    )
 
 
 def read_annotations(file: Path, masks: bool = False) -> Annotations:
@@ -221,12 +230,11 @@ def _image_root(file: Path, file_names: Iterable[str], layout: Layout, base: Pat
     folders = ("", stem, word, "images", "JPEGImages", f"images/{stem}", f"images/{word}")
     candidates = [here, here / "images", *(here.parent / name for name in folders), *_folders_of_split(file, layout)]
     names = [name for name in file_names if not unsafe_file_name(name)][:20]  # the very first may be the missing one
-    first = repr(shown(names[0])) if names else "(no usable file_name)"
 
     def holds(folder: Path) -> bool:
         return any(os.path.isfile(folder / name) for name in names)
 
-    return find_root(candidates, holds, f"{file}: no image folder found for {first}", layout, base)
+    return find_root(candidates, holds, layout, base, where=file, first=names[0] if names else None)
 
 
 def _folders_of_split(file: Path, layout: Layout) -> list[Path]:

@@ -364,5 +364,4 @@ def _image_root(found: Splits, split: str, rows: Sequence[_Row]) -> Path:
         present = (_found_name(candidate, name) for name in names[:20])
         return any(not os.path.isabs(name) and (candidate / name).is_file() for name in present)
 
-    fault = f"{folder}: no image folder found for {names[0]!r}"
-    return find_root(candidates, holds, fault, found.layout, folder)
+    return find_root(candidates, holds, found.layout, folder, where=folder, first=names[0])

@@ -6,7 +6,6 @@ A format says the suffix of its files, whether a file is an annotation, and how 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from toolkit.base.files import without_suffix
@@ -58,11 +57,12 @@ class ImageFormat:
 def annotation_folders(format: ImageFormat, layout: Layout, folder: Path) -> dict[str, Path]:
     """Return the folder of the annotations of each split: in the folders of splits, else of the one that is not split.
     """
-    named = {}
+    named: dict[str, Path] = {}
     for split, folders in folders_of_splits(layout, folder).items():
-        having = [found for found in (annotation_folder(format, layout, inner) for inner in folders) if found]
-        if having:
-            named[split] = having[0]
+        for inner in folders:
+            found = annotation_folder(format, layout, inner)
+            if found:
+                named.setdefault(split, found)
     if named:
         return named
     only = annotation_folder(format, layout, folder)
@@ -121,9 +121,10 @@ class AnnotationFiles:
         self.layout = layout
         self.entries = {folder: self._parse_folder(folder) for folder in dict.fromkeys(folders)}
         names: set[str] = set()
-        for image in chain.from_iterable(entries.values() for entries in self.entries.values()):
-            if isinstance(image, ParsedImage):
-                names |= {box.name for box in image.boxes}
+        for entries in self.entries.values():
+            for image in entries.values():
+                if isinstance(image, ParsedImage):
+                    names |= {box.name for box in image.boxes}
         paths = [folder / name for folder in dict.fromkeys(data_sets) for name in CLASS_FILES]
         self.class_files = [path for path in paths if layout.has_file(path)]
         self.classes, self.problems = _class_list(self.class_files, names)
@@ -156,27 +157,36 @@ class AnnotationFiles:
         folder: of the data set. annotations: the folder of the annotations of the split. entries: those of them that
             are read; None: all.
         """
-        entries = self.entries[annotations] if entries is None else entries
+        if entries is None:
+            entries = self.entries[annotations]
         folders = list(dict.fromkeys(["", *map(os.path.dirname, entries)]))
-        root = image_dir or _image_root(self.layout, folder, annotations, split, folders)
+        root = image_dir
+        if root is None:
+            parsed = (image.file_name for image in entries.values() if isinstance(image, ParsedImage))
+            root = _image_root(self.layout, folder, annotations, split, folders, next(parsed, None))
         present = set(image_names(root, folders))
+        images, problems = self._with_files(entries, present)
+        return Part(root, images, problems, present)
+
+    def _with_files(self, entries: Entries, present: Set[str]) -> tuple[dict[str, ParsedImage], list[Problem]]:
+        """Return (parsed images with the names of their files, a problem for each entry that cannot be used)."""
         stems_of = {without_suffix(name): name for name in present}
         stem_of: dict[str, str] = {}  # the annotation of an image
         images = {}
         problems = []
+        suffix = self.format.suffix
         for stem, image in entries.items():
-            file = f"{stem}{self.format.suffix}"
             if isinstance(image, str):
-                problems.append(Problem("error", file, None, None, image))
+                problems.append(Problem("error", f"{stem}{suffix}", None, None, image))
                 continue
             name = _image_of(stem, image.file_name, present, stems_of)
             first = stem_of.setdefault(name, stem)
             if first != stem and os.path.dirname(stem):
-                message = f"{first}{self.format.suffix} is an annotation of {name} too; keep one of them"
-                problems.append(Problem("error", file, None, None, message))
+                message = f"{first}{suffix} is an annotation of {name} too; keep one of them"
+                problems.append(Problem("error", f"{stem}{suffix}", None, None, message))
                 continue
             images[stem] = image._replace(file_name=name)
-        return Part(root, images, problems, present)
+        return images, problems
 
     def listing(
         self,
@@ -190,21 +200,40 @@ class AnnotationFiles:
 
         listed: names of images that other splits may have. masks: whether masks are read.
         """
-        images = list(chain.from_iterable(part.images.values() for part in parts))
-        roots = [part.root for part in parts]
+        images: list[ParsedImage] = []
+        problems = list(self.problems)
+        roots = []
+        for part in parts:
+            images += part.images.values()
+            problems += part.problems
+            roots.append(part.root)
         root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
         found = find_missing(rows_of(images), root, self.layout, image_dir or self.layout.folder, split)
-        folders = [*self.entries]
+        listing = Listing(
+            found.image_root,
+            found.images,
+            self.classes,
+            [*self._watched(roots), *found.watched],
+            found.names(listed),
+            problems + found.problems,
+            masks,
+        )
+        return listing, images
+
+    def _watched(self, roots: Iterable[Path | ImageSources]) -> list[Path | str]:
+        """Return the places of the annotations, also those in subfolders, of class lists and of images."""
+        watched: list[Path | str] = [*self.class_files]
         for folder, entries in self.entries.items():
-            folders += [folder / os.path.dirname(stem) for stem in entries]
-        watched = [*dict.fromkeys(folders), *self.class_files, *chain.from_iterable(map(watched_of, roots))]
-        problems = self.problems + [problem for part in parts for problem in part.problems] + found.problems
-        watched += found.watched
-        names = found.names(listed)
-        return Listing(found.image_root, found.images, self.classes, watched, names, problems, masks), images
+            inner = dict.fromkeys(os.path.dirname(stem) for stem in entries)
+            watched += [folder, *(folder / name for name in inner)]
+        for root in roots:
+            watched += watched_of(root)
+        return watched
 
 
-def _image_root(layout: Layout, folder: Path, annotations: Path, split: str, folders: Sequence[str]) -> Path:
+def _image_root(
+    layout: Layout, folder: Path, annotations: Path, split: str, folders: Sequence[str], first: str | None
+) -> Path:
     """Find the folder of the images: beside the annotations, or in a folder of their own; see `find_root`.
 
     folders: its subfolders in which images may lie.
@@ -220,7 +249,7 @@ def _image_root(layout: Layout, folder: Path, annotations: Path, split: str, fol
     def holds(candidate: Path) -> bool:
         return any(layout.images(candidate / inner) for inner in folders)
 
-    return find_root(candidates, holds, f"{folder}: no image folder found", layout, folder)
+    return find_root(candidates, holds, layout, folder, where=folder, first=first)
 
 
 def _image_of(stem: str, file_name: str, present: Set[str], stems_of: Mapping[str, str]) -> str:

@@ -2,31 +2,38 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import YamlLoader, parse_yaml
-from toolkit.data.annotations import ImageRow, Reading
+from toolkit.data.annotations import Reading
 from toolkit.data.check_files import parallel
-from toolkit.data.find_images import find_missing
 from toolkit.data.formats import darknet
 from toolkit.data.formats.annotated import Listing, ParsedBox, ParsedImage, open_annotated, rows_of
-from toolkit.data.formats.yolo_orphans import about_found, about_orphans, orphans_of, pictures_beside
+from toolkit.data.formats.yolo_pairs import (
+    CLASS_FILES,
+    LABEL_FOLDER,
+    Pairs,
+    find_listed_image,
+    images_of,
+    label_of,
+    label_paths,
+    last_parts,
+    pairs_elsewhere,
+    pairs_of,
+)
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, fault_of_fractions, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
-from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, Layout, Splits, split_of
+from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, Layout, Splits
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "YOLO"
-CLASS_FILES = ("classes.txt", "obj.names", "labels.txt", "_darknet.labels")
-LABEL_FOLDER = "labels"
 MAX_CLASSES = 100_000
 
 
@@ -140,8 +147,8 @@ def _lists_of_darknet(layout: Layout) -> tuple[Path | None, dict]:
     lists = [path for split in SPLIT_NAMES if _entry(settings, split) for path in _located(layout, settings, split)]
     for path in lists:
         names = darknet.lines_of(path)[:50] if path.is_file() else []
-        images = (_find_listed_image(layout, name, path) for name in names)
-        if any(_label_of(layout, image) for image in images):
+        images = (find_listed_image(layout, name, path) for name in names)
+        if any(label_of(layout, image) for image in images):
             return file, settings
     return None, {}
 
@@ -208,23 +215,12 @@ def _located(layout: Layout, settings: Mapping, split: str) -> list[Path]:
             text,
             text.removeprefix("../"),
             str(Path(text) / "images"),
-            *_ends(text),
+            *last_parts(text),
         ]
         candidates = [base / tail for base in bases for tail in tails]
         found = (path for path in candidates if path.exists() and _is_of_split(layout, path))
         paths.append(next(found, folder / text))
     return paths
-
-
-def _ends(path: str) -> list[str]:
-    """Return the last parts of a path, which may be one on another computer.
-
-    Not `images` of `valid/images`, which would be all images.
-    """
-    parts = Path(path).parts
-    in_split = len(parts) > 1 and split_of(parts[-2])
-    counts = (3, 2) if in_split else (3, 2, 1)
-    return ["/".join(parts[-count:]) for count in counts]
 
 
 def _is_of_split(layout: Layout, path: Path) -> bool:
@@ -281,148 +277,6 @@ def _is_label_folder(layout: Layout, folder: Path) -> bool:
     return False
 
 
-# ---- images and their label files ------------------------------------------------------------------------------------
-
-
-class _Pairs(NamedTuple):
-    """The images of a split, and the label file of each, None if there is none.
-
-    root: folder that has all images. watched: files and folders whose change changes the pairs. problems: notes on
-    labels without an image.
-    """
-
-    root: Path
-    images: list[Path]
-    labels: list[Path | None]
-    watched: list[Path | str]
-    problems: list[Problem]
-
-
-def _pairs(found: YoloSplits, split: str, image_dir: Path | None) -> _Pairs:
-    """Find the images of a split and their labels. Raises BadInput: there are no images, or nothing says where."""
-    folder = found.folder
-    layout = found.layout
-    sources = _sources(found, split, image_dir)
-    images, watched = _image_files(found, split, sources)
-    if not images:
-        raise BadInput(f"{folder}: split {split!r} has no images")
-    if found.labels:
-        labels = [(found.labels / image.relative_to(image_dir)).with_suffix(".txt") for image in images]
-        watched += sorted({path.parent for path in labels})
-        there = [path if layout.has_file(path) else None for path in labels]
-        return _Pairs(image_dir, images, there, watched, [])
-    if image_dir is None and not _are_in(folder, images):
-        # Not the paths behind links: the labels of a linked folder of images lie beside the link.
-        images = [Path(os.path.abspath(path)) for path in images]
-    labels = [_label_of(layout, image) for image in images]
-    label_folders = {path.parent for image in images for path in _label_paths(image)}
-    beside, orphans = _without_pictures(layout, split, images, labels, label_folders)
-    if any(path.is_file() for path in sources):  # a list says which images are of the split
-        beside = {}
-    images = images + sorted(beside)
-    labels += [beside[image] for image in sorted(beside)]
-    root = image_dir or folder
-    if image_dir is None and not _are_in(folder, images):
-        root = Path(os.path.commonpath([str(path.parent) for path in images]))
-    watched += sorted(label_folders | {path.parent for path in beside.values()})  # also where there are no labels yet
-    problems = about_orphans(orphans, folder) + about_found(sorted(beside), folder)
-    return _Pairs(root, images, labels, watched, problems)
-
-
-def _are_in(folder: Path, paths: Iterable[Path]) -> bool:
-    return all(path.is_relative_to(folder) for path in paths)
-
-
-def _sources(found: YoloSplits, split: str, image_dir: Path | None) -> Sequence[Path]:
-    """Return folders and lists of the images of a split. Raises BadInput: they are not in `image_dir`, or not known."""
-    sources = found.sources[split]
-    if found.labels:
-        if image_dir is None:
-            gone = f"; not there: {', '.join(found.missing)}" if found.settings else ""
-            raise BadInput(
-                f"{found.folder}: labels without images{gone}; give the folder of the images (data.image_dir)"
-            )
-        return [image_dir]
-    if image_dir and not any(source.resolve().is_relative_to(image_dir.resolve()) for source in sources):
-        named = ", ".join(map(str, sources))
-        raise BadInput(f"{image_dir}: the images of {split} are in {named}; leave data.image_dir out")
-    return sources
-
-
-def _image_files(found: YoloSplits, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path | str]]:
-    """Return (image files of a split, files and folders to watch)."""
-    layout = found.layout
-    files = []
-    watched: list[Path | str] = [found.file] if found.file else []
-    for source in sources:
-        if source.is_file():
-            images, searched = _listed_images(layout, source, split)
-            files += images
-            watched += [source, *searched]
-            continue
-        has_inner = not layout.images(source) and layout.images(source / "images")
-        for at in layout.below(source / "images" if has_inner else source):
-            files += [at / name for name in layout.images(at)]
-            watched.append(at)
-    return files, watched
-
-
-def _listed_images(layout: Layout, file: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Return (images of a list, folders to watch); images that are not where it says are looked for in the data set."""
-    folder = layout.folder
-    lines = (line.replace("\\", "/") for line in darknet.lines_of(file))
-    images = [_find_listed_image(layout, line, file) for line in lines]
-    rows = []
-    for number, path in enumerate(images):
-        is_there = layout.has_file(path) and path.is_relative_to(folder)
-        name = path.relative_to(folder) if is_there else Path(*path.parts[-3:])  # not a path of another computer
-        rows.append(ImageRow(number, str(name), None, None))
-    found = find_missing(rows, folder, layout, folder, split)
-    for number, row in enumerate(found.images):
-        if not layout.has_file(images[number]):
-            images[number] = found.image_root / row.file_name
-    return images, found.watched
-
-
-def _find_listed_image(layout: Layout, line: str, file: Path) -> Path:
-    """Find an image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
-    candidates = []
-    for tail in (line, *_ends(line)):
-        candidates += [file.parent / tail, layout.folder / tail]
-    return next(filter(layout.has_file, candidates), candidates[0])
-
-
-def _label_paths(image: Path) -> list[Path]:
-    """Return the paths at which the text file of an image may lie."""
-    beside = image.with_suffix(".txt")
-    candidates = [beside, image.parent / LABEL_FOLDER / beside.name]
-    parts = list(beside.parts)
-    if "images" in parts:
-        last = len(parts) - 1 - parts[::-1].index("images")
-        swapped = Path(*parts[:last], LABEL_FOLDER, *parts[last + 1 :])
-        candidates.insert(0, swapped)
-    return candidates
-
-
-def _label_of(layout: Layout, image: Path) -> Path | None:
-    """Return the text file of an image; None if there is none."""
-    return next(filter(layout.has_file, _label_paths(image)), None)
-
-
-def _without_pictures(
-    layout: Layout, split: str, images: Sequence[Path], labels: Sequence[Path | None], label_folders: Iterable[Path]
-) -> tuple[dict[Path, Path], list[Path]]:
-    """Return ({picture: its label file} of label files that belong to none of these images, label files without a
-    picture).
-    """
-    lists = [path.name for path in layout.files(layout.folder, ".txt") if darknet.is_list(path)]
-    others = orphans_of(layout, label_folders, filter(None, labels), [*CLASS_FILES, *lists])
-    pictures = pictures_beside(layout, others, split)
-    orphans = [path for path in others if path not in pictures]
-    known = set(images)
-    return {picture: label for label, picture in pictures.items() if picture not in known}, orphans
-
-
 # ---- what the files say ----------------------------------------------------------------------------------------------
 
 
@@ -430,14 +284,25 @@ def _listing(found: YoloSplits, split: str, image_dir: Path | ImageSources | Non
     if isinstance(image_dir, ImageSources):
         raise BadInput(f"{image_dir}: YOLO data are listed by their image files; give one folder (data.image_dir)")
     layout = found.layout
-    pairs = _pairs(found, split, image_dir)
+    if found.labels is None:
+        pairs = pairs_of(layout, split, found.sources[split], image_dir)
+    elif image_dir:
+        pairs = pairs_elsewhere(layout, found.labels, image_dir)
+    else:
+        gone = f"; not there: {', '.join(found.missing)}" if found.settings else ""
+        raise BadInput(f"{found.folder}: labels without images{gone}; give the folder of the images (data.image_dir)")
+    if not pairs.images:
+        raise BadInput(f"{found.folder}: split {split!r} has no images")
     lines = _read_labels(pairs.labels)
     names, problems = _class_names(found, lines)
     problems += pairs.problems
     if not found.settings:
         problems += _unread(layout)
-    images, faults = _parse_labels(pairs, lines, names, Rows(lines.values(), found.settings.get("kpt_shape", UNSAID)))
-    watched = [*pairs.watched, found.folder / "data.yaml", *_class_files(layout)]  # also those that are made later
+    rows = Rows(lines.values(), found.settings.get("kpt_shape", UNSAID))
+    images, faults = _parse_labels(pairs, lines, names, rows)
+    described = [found.file] if found.file else []
+    later = [found.folder / "data.yaml", *_class_files(layout)]  # also if they are made later
+    watched = [*pairs.watched, *described, *later]
     classes = list(enumerate(names))
     listing = Listing(pairs.root, rows_of(images), classes, watched, set(), problems + faults, masks)
     listing.add_all(images)
@@ -455,7 +320,7 @@ def _read_labels(labels: Sequence[Path | None]) -> dict[Path, list[str]]:
 
 
 def _parse_labels(
-    pairs: _Pairs, lines: Mapping[Path, Sequence[str]], names: Sequence[str], rows: Rows
+    pairs: Pairs, lines: Mapping[Path, Sequence[str]], names: Sequence[str], rows: Rows
 ) -> tuple[list[ParsedImage], list[Problem]]:
     """Return (images with the boxes of their label files, a problem for each line or file that cannot be used)."""
     images = []
@@ -550,10 +415,10 @@ def _label_folders(found: YoloSplits) -> list[Path]:
     for split in (*SPLIT_NAMES, UNSPLIT):
         images = _plain_folder(found.layout, split)
         if images:
-            folders += [labels.parent for labels in _label_paths(images / "x.jpg")]
+            folders += [labels.parent for labels in label_paths(images / "x.jpg")]
         if found.settings and split in found.sources:
-            files, _ = _image_files(found, split, found.sources[split])
-            labels = (path for file in files for path in _label_paths(file))
+            files, _ = images_of(found.layout, split, found.sources[split])
+            labels = (path for file in files for path in label_paths(file))
             folders += [path.parent for path in labels if found.layout.has_file(path)]
     return list(dict.fromkeys(folders))
 
