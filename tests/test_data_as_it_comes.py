@@ -21,7 +21,7 @@ from toolkit.base.files import folders_below, read_yaml
 from toolkit.data.annotations import ImageRow
 from toolkit.data.decoding import decode_image
 from toolkit.data.formats import open_dataset, recognise
-from toolkit.data.formats.annotated import split_in_name
+from toolkit.data.layout import split_in_name
 from toolkit.data.splits import check_not_empty, mostly_empty, open_all_splits, shared_images
 from toolkit.data.table import Category, LabelledImages
 from toolkit.run.command_line import parse_config

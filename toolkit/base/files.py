@@ -67,32 +67,42 @@ def distinct(names: Iterable[str], same: Callable[[str], str] = str) -> list[str
     return chosen
 
 
-def folders_below(folder: Path) -> list[Path]:
-    """Return a folder and all folders in it, sorted; links to folders are followed.
+def _folders_in(folder: str) -> list[str]:
+    """Return the names of the folders directly in a folder, sorted; links to folders are among them."""
+    for _, names, _ in os.walk(folder):
+        return sorted(names)
+    return []
+
+
+def folders_below(folder: Path, folders_in: Callable[[str], Iterable[str]] = _folders_in) -> list[Path]:
+    """Return a folder and all folders in it, sorted; links to folders are followed. None if the folder does not exist.
 
     Each folder is listed once, under its own path rather than that of a link. A link to a folder that contains `folder`
     is not followed, because everything in the containing folder would be listed too.
+
+    folders_in: returns the names of the folders directly in a folder, sorted, with the links to folders.
     """
     top = os.path.realpath(folder)
     seen: set[str] = set()
     found = []
-    waiting = [str(folder)]
-    while waiting:
-        start = waiting.pop(0)
+    links = [str(folder)] if os.path.isdir(folder) else []
+    while links:
+        start = links.pop(0)
         if start != str(folder):
             target = os.path.realpath(start).rstrip(os.sep) + os.sep
             if (top + os.sep).startswith(target):  # a link to a folder that contains `folder`
                 continue
-        for parent, names, _ in os.walk(start):
+        waiting = [start]
+        while waiting:
+            parent = waiting.pop()
             real = os.path.realpath(parent)
             if real in seen:
-                names.clear()
                 continue
             seen.add(real)
             found.append(Path(parent))
-            inner = [os.path.join(parent, name) for name in sorted(names)]
-            waiting += [path for path in inner if os.path.islink(path)]
-            names[:] = [os.path.basename(path) for path in inner if not os.path.islink(path)]
+            inner = [os.path.join(parent, name) for name in folders_in(parent)]
+            links += [path for path in inner if os.path.islink(path)]
+            waiting += [path for path in reversed(inner) if not os.path.islink(path)]
     return sorted(found)
 
 

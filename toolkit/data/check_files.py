@@ -18,7 +18,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnings
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.checks import CheckedAnnotations, unsafe_file_name
+from toolkit.data.checks import CheckedAnnotations
 from toolkit.data.decoding import (
     EXTENSIONS,
     IMAGE_SUFFIXES,
@@ -276,29 +276,6 @@ def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: i
         read = with_stall_warnings(results(pool), what)
         bar = tqdm(read, what, len(rows), delay=2, unit="image", leave=False, disable=None)
         return list(chain.from_iterable(bar))
-
-
-def find_image_root(annotation_file: Path, file_names: Iterable[str], of_split: Sequence[Path] = ()) -> Path:
-    """Find the folder near `annotation_file` that holds one of `file_names`.
-
-    of_split: further folders to look in, whose names say the split of the file.
-
-    Raises BadInput with the folders that were tried, if none of them has one of the first 20 files.
-    """
-    here = annotation_file.parent
-    stem = annotation_file.stem
-    split = stem.rsplit("_", 1)[-1]  # instances_val2017 -> val2017
-    folders = (stem, split, "images", "JPEGImages", f"images/{stem}", f"images/{split}")
-    candidates = [here, here / "images", here.parent]
-    candidates += [here.parent / name for name in folders]
-    candidates = list(dict.fromkeys([*candidates, *of_split]))
-    names = [name for name in file_names if not unsafe_file_name(name)][:20]  # the very first may be the missing one
-    for candidate in candidates:
-        if any(os.path.isfile(candidate / name) for name in names):
-            return candidate
-    tried = ", ".join(map(str, candidates))
-    first = repr(shown(names[0])) if names else "(no usable file_name)"
-    raise BadInput(f"{annotation_file}: no image folder found for {first}; tried {tried}; set it with --data.image_dir")
 
 
 def _ends(file: Path | bytes, marker: bytes, reach: int) -> bool:

@@ -2,6 +2,9 @@
 
 from toolkit import index
 
-OF_FOLDERS_ALONE = ("voc", "yolo", "csv")
+# The module in `toolkit.data.formats` of each format of folders, in the order in which they are tried: the surest signs
+# first.
+FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
+OF_FOLDERS_ALONE = tuple(name for name in FOLDERS if name not in index.READERS)
 FORMATS = ("auto", *index.READERS, *OF_FOLDERS_ALONE)  # values of `data.format`
 CROWDS = ("ignore", "objects")  # values of `data.crowds`

@@ -26,8 +26,10 @@ from toolkit.data.decoding import EXTENSIONS, IMAGE_SUFFIXES, probe_image, read_
 from toolkit.data.formats.csv import HEADERLESS
 from toolkit.data.formats.voc import CORNERS
 from toolkit.data.formats.voc_masks import MASK_FOLDER, write_masks
-from toolkit.data.formats.yolo import LABEL_FOLDER, settings_of
+from toolkit.data.formats.yolo import settings_of
+from toolkit.data.formats.yolo_pairs import LABEL_FOLDER
 from toolkit.data.image_sources import size_of
+from toolkit.data.layout import Layout
 from toolkit.data.segmentations import clipped, to_segmentation
 from toolkit.data.table import DetectionTable, LabelledImages
 from toolkit.evaluation.predictions import coco_results
@@ -228,7 +230,7 @@ def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link:
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
     if table.has_masks:
         entries["kpt_shape"] = None  # polygons: some could be taken for key points
-    settings = settings_of(folder)[1] | entries
+    settings = settings_of(Layout(folder))[1] | entries
     (folder / "data.yaml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return without_polygon
 

@@ -4,7 +4,7 @@ import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
@@ -12,16 +12,14 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
 from toolkit.data.annotations import Reading
-from toolkit.data.choices import CROWDS, FORMATS, OF_FOLDERS_ALONE
+from toolkit.data.choices import CROWDS, FOLDERS, FORMATS, OF_FOLDERS_ALONE
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
-from toolkit.data.formats.annotated import UNSPLIT, split_of
 from toolkit.data.formats.look_alikes import about_look_alike
 from toolkit.data.image_sources import open_sources
+from toolkit.data.layout import UNSPLIT, Layout, Splits, split_of
 from toolkit.data.sixteen_bits import FULL_RANGE
 from toolkit.data.table import DetectionTable
 
-# Modules of the formats of folders in the order in which they are tried: the surest signs first.
-FOLDERS = {"hub": "hub_folder", "voc": "voc", "coco": "coco", "yolo": "yolo", "csv": "csv"}
 WITH_MASKS = ("coco", "voc", "yolo", "hub", "shapes")
 MAX_UNUSED_NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
@@ -191,7 +189,7 @@ def _format_of(source: str, name: str | None) -> str:
     path = Path(source).expanduser()
     if not path.exists():
         raise BadInput(f"{source}: no such file or folder{near_names(path)}")
-    look_alike = about_look_alike(path) if path.suffix.lower() in (".xml", ".csv") else ""
+    look_alike = about_look_alike(Layout(path)) if path.suffix.lower() in (".xml", ".csv") else ""
     if look_alike:
         raise BadInput(f"{source}: {look_alike}")
     rule = "a COCO file ends in .json; --data.path takes a folder, or its data.yaml"
@@ -205,25 +203,36 @@ def _format_of(source: str, name: str | None) -> str:
 class RecognisedFolder:
     """The format and the splits of a folder.
 
-    others: further formats that the folder could be read as.
-    unused: files that are not read.
-    missing: splits that the folder's data.yaml names but that do not exist.
+    untried: formats that were not tried any more.
     """
 
-    path: Path
     format: str
-    splits: tuple[str, ...]
-    others: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    found: Splits
+    untried: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return self.found.folder
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self.found.names
+
+    @cached_property
+    def others(self) -> tuple[str, ...]:
+        """Further formats that the folder could be read as."""
+        return tuple(name for name in self.untried if module_of(name).find(self.found.layout))
+
+    @cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Files and folders of splits that are not read."""
+        return tuple(self.found.unused())
 
     def __str__(self) -> str:
         splits = "not split" if self.splits == (UNSPLIT,) else f"splits {', '.join(self.splits)}"
         also = f"; it can be read as {', '.join(self.others)} too (data.format)" if self.others else ""
-        module = module_of(self.format)
-        years = module.together(self.path) if self.format == "voc" else ""
-        gone = f"; not there: {', '.join(self.missing)}" if self.missing else ""
-        title = f"{self.path}: {module.TITLE}{years}, {splits}{also}{gone}"
+        gone = f"; not there: {', '.join(self.found.missing)}" if self.found.missing else ""
+        title = f"{self.path}: {module_of(self.format).TITLE}{self.found.together}, {splits}{also}{gone}"
         if not self.unused:
             return title
         named = ", ".join(self.unused[:MAX_UNUSED_NAMED]) + ", ..." * (len(self.unused) > MAX_UNUSED_NAMED)
@@ -247,33 +256,39 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
         raise BadInput(f"{path}: no such folder (data.path){near_names(path)}")
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
+    layout = Layout(path)
     tried = [name for name in FOLDERS if format in ("auto", name)]
-    matches = {name: module_of(name).recognise(path) for name in tried}
-    matches = {name: splits for name, splits in matches.items() if splits}
-    if not matches and "yolo" in tried and module_of("yolo").labels_alone(path):
-        matches = {"yolo": (UNSPLIT,)}
-    look_alike = "" if matches else about_look_alike(path)
+    for place, name in enumerate(tried, start=1):
+        found = module_of(name).find(layout)
+        if found:
+            return RecognisedFolder(name, found, tuple(tried[place:]))
+    labels = module_of("yolo").find_labels(layout) if "yolo" in tried else None
+    if labels:
+        return RecognisedFolder("yolo", labels)
+    raise _not_recognised(layout, format, tried)
+
+
+def _not_recognised(layout: Layout, format: str, tried: Sequence[str]) -> BadInput:
+    """Return the error for a folder that has none of the formats that were tried."""
+    path = layout.folder
+    look_alike = about_look_alike(layout)
     if look_alike:
-        raise BadInput(f"{path}: {look_alike}")
-    if not matches:
-        known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
-        known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
-        others = [name for name in FOLDERS if name not in tried and module_of(name).recognise(path)]
-        if others:
-            looks = module_of(others[0]).TITLE
-            wanted = f"nothing of the format {format!r} was found in this folder"
-            raise BadInput(f"{path}: {wanted}; it looks like {looks}: leave out data.format")
-        wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
-        below = list(map(str, module_of("voc").folders_with_annotations(path))) if "voc" in tried else []
-        more = f", {len(below)} in all" if len(below) > 5 else ""
-        hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
-        hint += "which has these and its images (data.path)"
-        listed = "" if format == "auto" else f"; known are {known}"
-        raise BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
-    name, *others = matches
-    missing = module_of("yolo").missing(path) if name == "yolo" else ()
-    unused = module_of(name).unused(path)
-    return RecognisedFolder(path, name, matches[name], tuple(others), tuple(unused), tuple(missing))
+        return BadInput(f"{path}: {look_alike}")
+    others = (name for name in FOLDERS if name not in tried)
+    other = next((name for name in others if module_of(name).find(layout)), None)
+    if other:
+        looks = module_of(other).TITLE
+        wanted = f"nothing of the format {format!r} was found in this folder"
+        return BadInput(f"{path}: {wanted}; it looks like {looks}: leave out data.format")
+    known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
+    known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
+    wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
+    below = list(map(str, module_of("voc").folders_with_annotations(layout))) if "voc" in tried else []
+    more = f", {len(below)} in all" if len(below) > 5 else ""
+    hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
+    hint += "which has these and its images (data.path)"
+    listed = "" if format == "auto" else f"; known are {known}"
+    return BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
 
 
 def split_in(folder: RecognisedFolder, split: str) -> str:
@@ -300,4 +315,4 @@ def open_folder(path: str | Path, split: str, reading: Reading) -> DetectionTabl
         raise BadInput(f"{recognised}; {NOT_STREAMED}")
     check_can_have_masks(recognised.format, str(recognised.path), reading)
     module = module_of(recognised.format)
-    return module.read(recognised.path, wanted, replace(reading, image_dir=open_sources(reading.image_dir)))
+    return module.read(recognised.found, wanted, replace(reading, image_dir=open_sources(reading.image_dir)))

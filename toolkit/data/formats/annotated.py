@@ -1,34 +1,52 @@
-"""Shared code of the readers of VOC, YOLO and CSV data: from their boxes to a checked, cached table.
+"""Shared code of the readers of VOC, YOLO and CSV data: from the images and boxes of their files to a cached table.
 
-Each format is a module with three functions. `recognise(folder)` returns the names of the folder's splits, or None for
-a folder of another format. `unused(folder)` returns the names of files and folders that look like a split but are not
-read. `read(folder, split, ...)` returns a table. The writers of these formats are in `toolkit.tools.writers`.
+Each format is a module with two functions. `find(layout)` returns the splits of a data set, or None for one of another
+format. `read(found, split, reading)` returns the table of a split. The writers are in `toolkit.tools.writers`.
 """
 
-import os
-import re
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Annotations, ImageRow, Reading
-from toolkit.data.check_files import image_names, parallel, waits_for, with_good_files
+from toolkit.data.check_files import parallel, waits_for, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
 
-# Names of folders and files by the split that they say.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "minival"),
-    "test": ("test", "testing"),
-}
-FILE_NAME_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of a file's name: `testLabels` has two
-UNSPLIT = "all"  # the one split of a folder that has none
 UNKNOWN_SIZE = 2**31
+
+
+class ParsedBox(NamedTuple):
+    """A box as a file describes it.
+
+    name: of the class. xyxy: in pixels. source: the file of the box, for messages. ignored: True for objects that need
+    not be found: VOC's `difficult`, COCO's crowds. shares: whether `xyxy`, and the corners of a polygon, are fractions
+    of the image. segmentation: mask of the object, see `toolkit.data.segmentations.shape_of`; not used if masks are not
+    read. mask_fault: why there is no mask, for messages.
+    """
+
+    name: str
+    xyxy: Sequence[float]
+    source: str
+    ignored: bool = False
+    shares: bool = False
+    segmentation: object = None
+    mask_fault: str = ""
+
+
+class ParsedImage(NamedTuple):
+    """An image as a file describes it: its file, its size in pixels (None: not given), its boxes."""
+
+    file_name: str
+    width: int | None
+    height: int | None
+    boxes: Sequence[ParsedBox]
 
 
 @dataclass
@@ -73,141 +91,49 @@ class Listing:
         self.images[index] = image._replace(width=width, height=height)
         return fault
 
-    def add(
-        self,
-        index: int,
-        name: str,
-        xyxy: Sequence[float],
-        source: str,
-        ignored: bool = False,
-        shares: bool = False,
-        segmentation: object = None,
-        mask_fault: str = "",
-    ) -> None:
-        """Add a box of the image at `index`.
-
-        name: of the class. xyxy: in pixels, or in fractions of the image if `shares`. source: the file of the box, for
-        messages. ignored: True for objects that need not be found: VOC's `difficult`, COCO's crowds. segmentation: mask
-        of the object in pixels, see `toolkit.data.segmentations.shape_of`; not used if masks are not read. mask_fault:
-        why there is no mask, for messages.
-        """
+    def add(self, index: int, box: ParsedBox) -> None:
+        """Add a box of the image at `index`."""
         image = self.images[index]
-        x1, y1, x2, y2 = xyxy
-        if shares:
+        x1, y1, x2, y2 = box.xyxy
+        segmentation = box.segmentation if self.masks else None
+        if box.shares:
             if image.width == UNKNOWN_SIZE:
                 return
-            x1 = x1 * image.width
-            y1 = y1 * image.height
-            x2 = x2 * image.width
-            y2 = y2 * image.height
+            sides = (image.width, image.height)
+            x1, y1, x2, y2 = _scaled(box.xyxy, sides)
+            if segmentation is not None:
+                segmentation = [_scaled(polygon, sides) for polygon in segmentation]
         if x1 == x2 or y1 == y2:
-            message = f"box {[x1, y1, x2, y2]} ({name}) in {source} has no area; left out"
+            message = f"box {[x1, y1, x2, y2]} ({box.name}) in {box.source} has no area; left out"
             self.problems.append(Problem("warning", image.file_name, image.image_id, None, message))
-        else:
-            if self.masks:
-                number = len(self.annotations)
-                self.annotations.add_segmentation(number, segmentation)
-                if mask_fault:
-                    self.annotations.mask_faults[number] = [mask_fault]
-            id_ = len(self.annotations) + 1
-            xywh = (x1, y1, x2 - x1, y2 - y1)
-            self.annotations.add_box(id_, image.image_id, self._ids[name], xywh, ignored)
+            return
+        if self.masks:
+            number = len(self.annotations)
+            self.annotations.add_segmentation(number, segmentation)
+            if box.mask_fault:
+                self.annotations.mask_faults[number] = [box.mask_fault]
+        id_ = len(self.annotations) + 1
+        xywh = (x1, y1, x2 - x1, y2 - y1)
+        self.annotations.add_box(id_, image.image_id, self._ids[box.name], xywh, box.ignored)
+
+    def add_all(self, images: Iterable[ParsedImage]) -> None:
+        """Add the boxes of all images, which have the order of `self.images`."""
+        for index, image in enumerate(images):
+            for box in image.boxes:
+                self.add(index, box)
 
 
-def split_of(name: str) -> str | None:
-    """Return train, val or test if a file or folder is called like this split or a synonym; else None.
-
-    The suffix, a number at the end, and the words `instances_` before and `_annotations` after the name are ignored.
-    """
-    stem = Path(name).stem.lower()
-    stem = stem.removeprefix("instances_").removesuffix("_annotations")
-    stem = stem.rstrip("0123456789").rstrip("-_ ") or stem
-    for split, names in SPLIT_NAMES.items():
-        if stem in names:
-            return split
-    return None
+def _scaled(shares: Sequence[float], sides: tuple[int, int]) -> list[float]:
+    """Return x, y, x, y, ... in pixels of numbers that are fractions of the width and the height."""
+    return [share * side for share, side in zip(shares, itertools.cycle(sides), strict=False)]
 
 
-def split_in_name(name: str) -> str | None:
-    """Return train, val or test if one of these words, or a synonym, occurs in a name; else None.
-
-    `custom_train.json` is of train, `test_labels.csv` and `testset` of test. A name with the words of several splits is
-    of none of them, with one exception: a name with a word for test and none for train, such as `test-dev`, is of test,
-    so that test images are never trained on.
-    """
-    words = [word.lower().removesuffix("set") for word in FILE_NAME_WORD.findall(Path(name).stem)]
-    found = {split for split, names in SPLIT_NAMES.items() if not set(names).isdisjoint(words)}
-    if "test" in found and "train" not in found:
-        return "test"
-    return found.pop() if len(found) == 1 else None
-
-
-def may_hold(split: str | None) -> Callable[[str], bool]:
-    """Return a function that says by the name of a folder whether pictures of this split can be in it.
-
-    They cannot be in the folder of another split, where files often have the same names.
-    """
-    own = {"trainval": ("train", "val")}.get(split, (split,))
-
-    def is_of_split(folder_name: str) -> bool:
-        said = split_in_name(folder_name)
-        return said is None or split in (None, UNSPLIT) or said in own
-
-    return is_of_split
-
-
-def called_first(paths: Iterable[Path]) -> list[Path]:
-    """Sort paths: first those that `split_of` recognises (`train.json`), then all others; both by name."""
-    return sorted(paths, key=lambda path: (split_of(path.name) is None, path.name))
-
-
-def folders_of_splits(*parents: Path) -> dict[str, list[Path]]:
-    """Return the subfolders of `parents` that are named after a split, by split; exact names come first."""
-    found: dict[str, list[Path]] = {}
-    for parent in parents:
-        for folder in called_first(folders_in(parent)):
-            split = split_in_name(folder.name)
-            if split:
-                found.setdefault(split, []).append(folder)
-    return found
-
-
-def folders_in(parent: Path) -> list[Path]:
-    """Return the folders directly in a folder, sorted; an empty list if it cannot be read."""
-    try:
-        with os.scandir(parent) as entries:
-            return sorted(parent / entry.name for entry in entries if os.path.isdir(entry.path))
-    except OSError:
-        return []
-
-
-def not_among(candidates: Iterable[Path], used: Iterable[Path], folder: Path) -> list[str]:
-    """Return the names, relative to `folder`, of the candidates that have nothing to do with a used path.
-
-    Left out are candidates that are a used path, are inside of a used folder, or contain a used path.
-    """
-    resolved = [path.resolve() for path in used]
-    left = []
-    for candidate in candidates:
-        here = candidate.resolve()
-        if not any(here.is_relative_to(path) or path.is_relative_to(here) for path in resolved):
-            left.append(str(candidate.relative_to(folder)))
-    return list(dict.fromkeys(left))
-
-
-def ordered(splits: Iterable[str]) -> tuple[str, ...]:
-    """Sort names of splits: train, val, test, then the others."""
-    order = list(SPLIT_NAMES)
-
-    def place(name: str) -> tuple[int, str]:
-        return (order.index(name) if name in order else len(order), name)
-
-    return tuple(sorted(set(splits), key=place))
-
-
-def images_in(root: Path | ImageSources) -> list[str]:
-    """Return the names of the image files directly in a root, sorted; none if the root does not exist."""
-    return sorted(image_names(root, [""]))
+def rows_of(images: Iterable[ParsedImage]) -> list[ImageRow]:
+    """Return the rows of images, numbered from 1."""
+    rows = []
+    for number, image in enumerate(images, start=1):
+        rows.append(ImageRow(number, image.file_name, image.width, image.height))
+    return rows
 
 
 def open_annotated(

@@ -4,7 +4,7 @@ A folder has a file for each split: `annotations/instances_*.json`, or `_annotat
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,22 +13,21 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import gc_disabled
 from toolkit.data.annotations import Annotations, Reading, RelationColumns, is_id
-from toolkit.data.check_files import find_image_root, with_good_files
-from toolkit.data.checks import check
-from toolkit.data.formats.annotated import (
-    FILE_NAME_WORD,
-    UNSPLIT,
-    called_first,
-    folders_in,
-    folders_of_splits,
-    may_hold,
-    ordered,
-    split_in_name,
-)
+from toolkit.data.check_files import with_good_files
+from toolkit.data.checks import check, unsafe_file_name
+from toolkit.data.find_images import find_missing, find_root
 from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
 from toolkit.data.formats.look_alikes import about_look_alike
-from toolkit.data.image_sources import digest_of, open_sources
-from toolkit.data.missing_images import find_missing, root_or_base
+from toolkit.data.image_sources import ImageSources, digest_of, open_sources
+from toolkit.data.layout import (
+    FILE_NAME_WORD,
+    UNSPLIT,
+    Layout,
+    Splits,
+    called_first,
+    one_per_split,
+    split_in_name,
+)
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, file_digest, write_table
 
@@ -42,28 +41,37 @@ OTHER_LISTS = ("rel_categories", "rel_annotations", "relations", "attribute_cate
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Return the names of the splits of a folder of COCO files; None if it has none."""
-    return ordered(_files(folder)) or None
+def find(layout: Layout) -> Splits | None:
+    """Return the splits of a folder of COCO files, or of one file; None if there are none.
+
+    Of several files for one split the first in this order counts: those in `annotations`, those that are called like
+    the split, the others, and last those in other folders of annotations.
+    """
+    folder = layout.folder
+    if folder.is_file():
+        return Splits(layout, {split_in_name(folder.name) or UNSPLIT: [folder]}) if _is_coco(folder) else None
+    candidates = _candidates(layout)
+    files = one_per_split((_split_of_candidate(path, folder), path) for path in candidates)
+    return Splits(layout, {split: [file] for split, file in files.items()}, candidates) if files else None
 
 
-def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+def read(found: Splits, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `read_coco`; the folder of the images is looked for near the annotation file."""
-    files = _files(folder)
-    siblings = [file for name, file in files.items() if name != split]
-    return read_coco(files[split], reading, siblings, folder if folder.is_dir() else None)
+    siblings = [file for name, (file,) in found.sources.items() if name != split]
+    (file,) = found.sources[split]
+    return read_coco(file, reading, siblings, found.layout if found.folder.is_dir() else None)
 
 
 def read_coco(
-    annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = (), folder: Path | None = None
+    annotation_file: str | Path, reading: Reading, siblings: Sequence[Path] = (), layout: Layout | None = None
 ) -> DetectionTable:
     """Read a COCO `instances` file into a DetectionTable, with its polygons and run lengths if `reading.masks` is set.
 
     reading: its `image_dir` is the root of `file_name`, as `open_sources` takes it; None: the images are looked for
         near the annotation file.
     siblings: annotation files of other splits, whose images may lie in the same folder.
-    folder: of the data set, in which pictures are looked for that are not in the folder of the others; None:
-        `image_dir`, else the folder of the annotation file.
+    layout: of the data set, in which pictures are looked for that are not in the folder of the others; None: that of
+        the folder of the annotation file. `image_dir` comes before both.
     The table and its problems are cached by the content of the JSON file, the options, and the names, sizes and times
     of the images, so that a second start parses no JSON and opens no image. `rel_categories` and `rel_annotations`, or
     triplets `relations` (rows of subject annotation id, object annotation id, predicate id), become `relations`;
@@ -77,40 +85,49 @@ def read_coco(
     file = Path(annotation_file).expanduser()
     image_dir = open_sources(reading.image_dir)
 
-    def make(cache_file: Path) -> DetectionTable:
-        with gc_disabled():
-            annotations = read_annotations(file, reading.masks)
-            left_out = _without_super_category(annotations, file, siblings)
-            checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
-        root = image_dir
-        base = image_dir or folder or _data_set_of(file)
-        if not root:
-            names = [row.file_name for row in checked.images]
-            find_root = partial(find_image_root, file, names, _folders_of_split(file))
-            root = root_or_base(find_root, base) if check_images else find_root()
-        others = set()
-        searched = {}
-        if check_images and checked.images:  # the siblings are read only where the images are checked
-            found = find_missing(checked.images, root, base, may_hold(_split_of(file)))
-            searched = {path: digest_of(path) for path in found.watched}
-            root = found.image_root
-            others = found.names(chain(*map(listed_names, siblings), checked.listed))
-            others.update(row.file_name for row in found.images)
-            checked = replace(checked, images=found.images, problems=checked.problems + found.problems)
-        max_pixels = reading.max_image_pixels
-        good, digests = with_good_files(checked, root, check_images, max_pixels, others, white=reading.white)
-        good.problems[:0] = _notes(file) + left_out
-        return write_table(
-            **good.columns(),
-            cache_file=cache_file,
-            image_root=root.resolve(),
-            name=str(file),
-            checked={**searched, **digests},
-        )
-
+    make = partial(_write_table, file, image_dir, siblings, layout or Layout(_data_set_of(file)), reading)
     where = f"in {image_dir.resolve()}" if image_dir else f"near {file.resolve()}"
     key = ["coco", check_images, where, file_digest(file)]
     return cached_table(key, make, reading, name=str(file))
+
+
+def _write_table(
+    file: Path,
+    image_dir: Path | ImageSources | None,
+    siblings: Sequence[Path],
+    layout: Layout,
+    reading: Reading,
+    cache_file: Path,
+) -> DetectionTable:
+    """Read and check an annotation file and its images, and write their table; arguments: as of `read_coco`."""
+    with gc_disabled():
+        annotations = read_annotations(file, reading.masks)
+        left_out = _without_super_category(annotations, file, siblings)
+        checked = check(annotations, str(file), reading.max_image_pixels, reading.crowds)
+    base = image_dir or layout.folder
+    root = image_dir
+    if root is None:
+        names = [row.file_name for row in checked.images]
+        root = _image_root(file, names, layout, base if reading.check_images else None)
+    others = set()
+    searched = {}
+    if reading.check_images and checked.images:  # the siblings are read only where the images are checked
+        found = find_missing(checked.images, root, layout, base, _split_of(file))
+        searched = {path: digest_of(path) for path in found.watched}
+        root = found.image_root
+        others = found.names(chain(*map(listed_names, siblings), checked.listed))
+        others.update(row.file_name for row in found.images)
+        checked = replace(checked, images=found.images, problems=checked.problems + found.problems)
+    max_pixels = reading.max_image_pixels
+    good, digests = with_good_files(checked, root, reading.check_images, max_pixels, others, white=reading.white)
+    good.problems[:0] = _notes(file) + left_out
+    return write_table(
+        **good.columns(),
+        cache_file=cache_file,
+        image_root=root.resolve(),
+        name=str(file),
+        checked={**searched, **digests},
+    )
 
 
 def read_annotations(file: Path, masks: bool = False) -> Annotations:
@@ -160,72 +177,39 @@ def listed_names(annotation_file: Path) -> Iterator[str]:
         return
 
 
-def unused(folder: Path) -> list[str]:
-    """Return the names of the COCO files of a folder that are not read.
-
-    They are not read because there is another file for their split, or because their names do not say a split.
-    """
-    used = {path.resolve() for path in _files(folder).values()}
-    return [str(path.relative_to(folder)) for path in _candidates(folder) if path.resolve() not in used]
-
-
-def _candidates(folder: Path) -> list[Path]:
+def _candidates(layout: Layout) -> list[Path]:
     """List the COCO files of a folder: in `annotations`, the folder itself, the folders of splits, and others named so.
     """
-    if not folder.is_dir():
-        return []
-    of_splits = sorted(chain.from_iterable(folders_of_splits(folder).values()))
+    folder = layout.folder
+    of_splits = sorted(chain.from_iterable(layout.folders_of_splits(folder).values()))
     found = []
-    directories = (folder / "annotations", folder, *of_splits, *_other_folders(folder))
-    for directory in directories:
-        files = called_first(directory.glob("*.json")) if directory.is_dir() else []
-        for path in files:
+    for directory in (folder / "annotations", folder, *of_splits, *_other_folders(layout)):
+        for path in called_first(layout.files(directory, ".json")):
             if not path.name.startswith(OTHER_TASKS) and _is_coco(path):
                 found.append(path)
     return found
 
 
-def _other_folders(folder: Path) -> list[Path]:
+def _other_folders(layout: Layout) -> list[Path]:
     """List folders in a folder that are called like one of annotations, such as `labels`, but not those of YOLO labels.
     """
     found = []
-    for inner in folders_in(folder):
-        if inner.name == "annotations" or not _says_annotations(inner.name):
-            continue
-        has_text_files = any(inner.glob("*.txt"))
-        if split_in_name(inner.name) is None and not has_text_files:
+    for inner in layout.folders(layout.folder):
+        is_named = inner.name != "annotations" and _says_annotations(inner.name)
+        if is_named and split_in_name(inner.name) is None and not layout.files(inner, ".txt"):
             found.append(inner)
     return found
 
 
+def _split_of_candidate(file: Path, folder: Path) -> str | None:
+    """Return the split that the name of a file says, or that of its folder if it is one of a split."""
+    parent = file.parent
+    is_of_split = parent not in (folder, folder / "annotations") and not _says_annotations(parent.name)
+    return split_in_name(parent.name if is_of_split else file.name)
+
+
 def _says_annotations(name: str) -> bool:
     return any(word.lower() in ANNOTATION_WORDS for word in FILE_NAME_WORD.findall(name))
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the annotation file of each split.
-
-    Of several for one split the first in this order counts: those in `annotations`, those that are called like it, the
-    others, and last those in other folders of annotations. If none is called train, the only file whose name says no
-    split is the training data.
-    """
-    if folder.is_file():
-        return {split_in_name(folder.name) or UNSPLIT: folder} if _is_coco(folder) else {}
-    files: dict[str, Path] = {}
-    unnamed = []
-    for path in _candidates(folder):
-        parent = path.parent
-        is_of_split = parent not in (folder, folder / "annotations") and not _says_annotations(parent.name)
-        split = split_in_name(parent.name if is_of_split else path.name)
-        if split is None:
-            unnamed.append(path)
-        else:
-            files.setdefault(split, path)
-    if not files:
-        return {UNSPLIT: unnamed[0]} if unnamed else {}
-    if "train" not in files and len(unnamed) == 1:  # annotations.json beside annotations_test.json
-        files["train"] = unnamed[0]
-    return files
 
 
 def _split_of(file: Path) -> str | None:
@@ -238,7 +222,22 @@ def _data_set_of(file: Path) -> Path:
     return file.parent.parent if _says_annotations(file.absolute().parent.name) else file.parent
 
 
-def _folders_of_split(file: Path) -> list[Path]:
+def _image_root(file: Path, file_names: Iterable[str], layout: Layout, base: Path | None) -> Path:
+    """Find the folder near an annotation file that has one of the first images, or `base`; see `find_root`."""
+    here = file.parent
+    stem = file.stem
+    word = stem.rsplit("_", 1)[-1]  # instances_val2017 -> val2017
+    folders = ("", stem, word, "images", "JPEGImages", f"images/{stem}", f"images/{word}")
+    candidates = [here, here / "images", *(here.parent / name for name in folders), *_folders_of_split(file, layout)]
+    names = [name for name in file_names if not unsafe_file_name(name)][:20]  # the very first may be the missing one
+
+    def holds(folder: Path) -> bool:
+        return any(os.path.isfile(folder / name) for name in names)
+
+    return find_root(candidates, holds, layout, base, where=file, first=names[0] if names else None)
+
+
+def _folders_of_split(file: Path, layout: Layout) -> list[Path]:
     """Return folders near an annotation file whose names say its split: `train2017` for `annotations/train.json`."""
     split = split_in_name(file.name)
     if split is None:
@@ -247,7 +246,7 @@ def _folders_of_split(file: Path) -> list[Path]:
     for base in (file.parent, file.parent.parent):
         near += [base, base / "images"]
     folders = []
-    for folder in folders_of_splits(*near).get(split, []):
+    for folder in layout.folders_of_splits(*near).get(split, []):
         folders += [folder, folder / "images"]
     return folders
 
@@ -324,7 +323,7 @@ def _check_lists(lists: dict[str, object], file: str) -> None:
     others = [key for key in (*REQUIRED_LISTS, *OTHER_LISTS) if key in lists and not isinstance(lists[key], list)]
     faults += [f"{file}: `{key}` is a {type(lists[key]).__name__}; expected a list" for key in others]
     faults += [f"{file}: `{key}` is empty" for key in ("images", "categories") if lists.get(key) == []]
-    look_alike = about_look_alike(Path(file)) if faults else ""
+    look_alike = about_look_alike(Layout(Path(file))) if faults else ""
     if look_alike:
         raise BadInput(f"{file}: {look_alike}")
     if faults:

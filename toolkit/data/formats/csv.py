@@ -3,31 +3,26 @@
 import csv
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
 from toolkit.base.text import FORMULA
-from toolkit.data.annotations import ImageRow, Reading
+from toolkit.data.annotations import Reading
+from toolkit.data.find_images import find_missing, find_root
 from toolkit.data.formats.annotated import (
-    SPLIT_NAMES,
-    UNSPLIT,
     Listing,
-    called_first,
-    folders_of_splits,
-    images_in,
-    may_hold,
-    not_among,
+    ParsedBox,
+    ParsedImage,
     open_annotated,
-    ordered,
+    rows_of,
     sorted_classes,
-    split_in_name,
-    split_of,
 )
 from toolkit.data.image_sources import ImageSources, is_there
-from toolkit.data.missing_images import find_missing, root_or_base
+from toolkit.data.layout import UNSPLIT, Layout, Splits, called_first, one_per_split, split_in_name, split_of
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "CSV"
@@ -71,40 +66,36 @@ class _Row(NamedTuple):
         return [self.values[name] for name in names]
 
 
-def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Return the names of the splits of a folder of CSV files, or of one file; None if there are no tables of boxes.
+def find(layout: Layout) -> Splits | None:
+    """Return the splits of a folder of CSV files, or of one file; None if there are no tables of boxes.
 
     Recognised are files whose names say a split, a CSV file in the folder of each split, and a single CSV file, with or
-    without a column `split`.
+    without a column `split`. Files whose names differ from that of a split's table in a number alone are further parts
+    of it.
     """
-    splits = set()
-    for split, path in _tables(folder):
-        if split is None and "split" in _columns_of(path):
-            splits.update(row.split for row in _read_rows(path))
+    candidates = _candidates(layout)
+    sources: dict[str, list[Path]] = {}
+    for split, first in one_per_split(candidates).items():
+        parts = [path for known, path in candidates if known == split and _unnumbered(path) == _unnumbered(first)]
+        if parts:
+            sources.setdefault(split, []).extend(parts)
+        elif "split" in _columns_of(first):
+            for named in {row.split: None for row in _read_rows(first)}:
+                sources.setdefault(named, []).append(first)
         else:
-            splits.add(split or UNSPLIT)
-    return ordered(splits) or None
+            sources[split] = [first]
+    return Splits(layout, sources, [path for _, path in candidates]) if sources else None
 
 
-def unused(folder: Path) -> list[str]:
-    """Return the names of the tables of boxes in a folder that are not read.
-
-    They are not read because there is another table for their split, or because their names do not say a split.
-    """
-    candidates = [path for _, path in _candidates(folder)]
-    used = [path for _, path in _tables(folder)]
-    return not_among(candidates, used, folder)
-
-
-def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+def read(found: Splits, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
     Corners are `x1, y1, x2, y2`, or `x, y, w, h`, in pixels; a row without numbers is an image without objects. If all
     coordinates are at most 1 and not all are whole numbers, they are fractions of the image. Classes are the names of
     all splits in alphabetical order.
     """
-    listing = partial(_listing, folder, split, reading.image_dir)
-    return open_annotated("csv", folder, split, listing, reading)
+    listing = partial(_listing, found, split, reading.image_dir)
+    return open_annotated("csv", found.folder, split, listing, reading)
 
 
 def _as_meant(word: str) -> str:
@@ -113,41 +104,17 @@ def _as_meant(word: str) -> str:
     return word
 
 
-def _candidates(folder: Path) -> list[tuple[str | None, Path]]:
+def _candidates(layout: Layout) -> list[tuple[str | None, Path]]:
     """List (split, file) of the CSV files with boxes, in a folder and in those of splits; split None: not in the name.
     """
+    folder = layout.folder
     if folder.is_file():
         return [(None, folder)] if _columns_of(folder) else []
-    files = called_first(folder.glob("*.csv"))
-    tables = [(split_in_name(path.name), path) for path in files if _columns_of(path)]
-    for split, folders in folders_of_splits(folder).items():
+    files = [(split_in_name(path.name), path) for path in called_first(layout.files(folder, ".csv"))]
+    for split, folders in layout.folders_of_splits(folder).items():
         for directory in folders:
-            files = sorted(directory.glob("*.csv"))
-            tables += [(split, path) for path in files if _columns_of(path)]
-    return tables
-
-
-def _tables(folder: Path) -> list[tuple[str | None, Path]]:
-    """List (split, file) of the tables that are read; the split is None if the rows say it, or nothing does.
-
-    Of several for one split, the one that is called like it counts, then the first; files whose names differ from it in
-    a number alone are further parts of it. If none is called train, the only one whose name says no split is the
-    training data.
-    """
-    candidates = _candidates(folder)
-    tables = []
-    for split in SPLIT_NAMES:
-        of_split = [path for known, path in candidates if known == split]
-        for path in of_split:
-            if _unnumbered(path) == _unnumbered(of_split[0]):
-                tables.append((split, path))
-    unnamed = [path for split, path in candidates if split is None]
-    if not tables:
-        return [(None, path) for path in unnamed[:1]]
-    if len(unnamed) == 1 and tables[0][0] != "train":  # annotations.csv beside annotations_test.csv
-        says_splits = "split" in _columns_of(unnamed[0])
-        tables.append((None if says_splits else "train", unnamed[0]))
-    return tables
+            files += [(split, path) for path in layout.files(directory, ".csv")]
+    return [(split, path) for split, path in files if _columns_of(path)]
 
 
 def _unnumbered(path: Path) -> Path:
@@ -237,32 +204,59 @@ def _read_rows(path: Path) -> list[_Row]:
     return loaded if "headerless" in columns else loaded[1:]
 
 
-def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) -> Listing:
-    tables = _tables(folder)
+def _listing(found: Splits, split: str, image_dir: Path | ImageSources | None) -> Listing:
+    rows, chosen = _rows_of_split(found, split)
+    _write_classes_alike(rows)
+    layout = found.layout
+    folder = found.folder.parent if found.folder.is_file() else found.folder
+    root = image_dir or _image_root(found, split, chosen)
+    names, problems = _names_in(root, chosen)
+    images, faults = _parse_rows(chosen, names)
+    pictures = find_missing(rows_of(images), root, layout, image_dir or folder, split)
+    labels = {row.values["label"] for row in rows}
+    listed = {row.values["image"] for row in rows} | set(layout.images(root))
+    listing = Listing(
+        pictures.image_root,
+        pictures.images,
+        sorted_classes(labels - {""}),
+        [*chain.from_iterable(found.sources.values()), *pictures.watched],
+        pictures.names(listed),
+        problems + faults + pictures.problems,
+    )
+    listing.add_all(images)
+    return listing
+
+
+def _rows_of_split(found: Splits, split: str) -> tuple[list[_Row], list[_Row]]:
+    """Return (rows of all tables, rows of one split). Raises BadInput: the split has no rows."""
     rows = []
     chosen = []
-    for split_of_table, path in tables:
+    for path in dict.fromkeys(chain.from_iterable(found.sources.values())):
         loaded = _read_rows(path)
         rows += loaded
-        chosen += [row for row in loaded if (split_of_table or row.split) == split]
+        splits = [name for name, paths in found.sources.items() if path in paths]
+        if splits == [split]:
+            chosen += loaded
+        elif split in splits:
+            chosen += [row for row in loaded if row.split == split]
     if not chosen:
-        raise BadInput(f"{folder}: no split {split!r}; there are {', '.join(recognise(folder) or ())}")
-    _write_classes_alike(rows)
-    given = [row.values["image"].replace("\\", "/") for row in chosen]
-    root = image_dir or _folder_of(given)
-    if not root:
-        here = folder.parent if folder.is_file() else folder
-        named = split_in_name(folder.name) if folder.is_file() else split
-        root = root_or_base(partial(_image_root, here, named, chosen[0].path.parent, given), here)
-    names, problems = _names_in(root, chosen)
-    sizes = {}
-    boxes = []
-    shares = _are_fractions(chosen)
-    for row in chosen:
+        raise BadInput(f"{found.folder}: no split {split!r}; there are {', '.join(found.names)}")
+    return rows, chosen
+
+
+def _parse_rows(rows: Sequence[_Row], names: Mapping[str, str]) -> tuple[list[ParsedImage], list[Problem]]:
+    """Return (images in the order of their first rows, problems of rows).
+
+    names: of the file of each image, by its name in a row.
+    """
+    images: dict[str, ParsedImage] = {}
+    problems = []
+    shares = _are_fractions(rows)
+    for row in rows:
         name = names[row.values["image"]]
         width = _parse_side(row.values.get("width", ""))
         height = _parse_side(row.values.get("height", ""))
-        sizes.setdefault(name, (width, height))
+        image = images.setdefault(name, ParsedImage(name, width, height, []))
         label = row.values["label"]
         corners = row.corners
         if not any(corners):
@@ -276,24 +270,8 @@ def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None) ->
             x2 = x1 + x2
             y2 = y1 + y2
         ignored = row.values.get("ignored", "").lower() in ("1", "true")
-        boxes.append((name, label, (x1, y1, x2, y2), row.path.name, ignored, shares))
-    indices = {name: index for index, name in enumerate(sizes)}
-    images = [ImageRow(index + 1, name, *sizes[name]) for name, index in indices.items()]
-    labels = {row.values["label"] for row in rows}
-    listed = {row.values["image"] for row in rows} | set(images_in(root))
-    base = folder.parent if folder.is_file() else folder
-    found = find_missing(images, root, image_dir or base, may_hold(split))
-    listing = Listing(
-        found.image_root,
-        found.images,
-        sorted_classes(labels - {""}),
-        [*(path for _, path in tables), *found.watched],
-        found.names(listed),
-        problems + found.problems,
-    )
-    for name, *box in sorted(boxes, key=lambda box: indices[box[0]]):
-        listing.add(indices[name], *box)
-    return listing
+        image.boxes.append(ParsedBox(label, (x1, y1, x2, y2), row.path.name, ignored, shares))
+    return list(images.values()), problems
 
 
 def _write_classes_alike(rows: Sequence[_Row]) -> None:
@@ -306,15 +284,6 @@ def _write_classes_alike(rows: Sequence[_Row]) -> None:
         return
     for row in rows:
         row.values["label"] = row.values["label"].split(".")[0]
-
-
-def _folder_of(names: Sequence[str]) -> Path | None:
-    """Return the folder of images that are all given by absolute paths, as predict.py writes them; None if none exists.
-    """
-    if not all(map(os.path.isabs, names)) or not any(map(os.path.isfile, names)):
-        return None
-    folders = [os.path.dirname(os.path.abspath(name)) for name in names]
-    return Path(os.path.commonpath(folders))
 
 
 def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str, str], list[Problem]]:
@@ -373,17 +342,26 @@ def _found_name(root: Path | ImageSources, name: str) -> str:
     return name
 
 
-def _image_root(folder: Path, split: str | None, beside: Path, names: Sequence[str]) -> Path:
-    """Find the folder of the images, which has one of the first 20 names."""
-    bases = list(dict.fromkeys((beside, folder)))
+def _image_root(found: Splits, split: str, rows: Sequence[_Row]) -> Path:
+    """Find the folder of the images, which has one of the first 20 names.
+
+    Images that are all given by absolute paths, as predict.py writes them, are in the folder of these paths if one of
+    them exists.
+    """
+    names = [row.values["image"].replace("\\", "/") for row in rows]
+    if all(map(os.path.isabs, names)) and any(map(os.path.isfile, names)):
+        return Path(os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names]))
+    is_file = found.folder.is_file()
+    folder = found.folder.parent if is_file else found.folder
+    bases = list(dict.fromkeys((rows[0].path.parent, folder)))
     candidates = [base / tail for base in bases for tail in IMAGE_FOLDERS]
     inside = [base / "images" for base in bases]
-    for directory in folders_of_splits(*bases, *inside).get(split, []):
+    said = split_in_name(found.folder.name) if is_file else split
+    for directory in found.layout.folders_of_splits(*bases, *inside).get(said, []):
         candidates += [directory, directory / "images"]
-    for candidate in candidates:
-        for name in names[:20]:
-            found = _found_name(candidate, name)
-            if not os.path.isabs(found) and (candidate / found).is_file():
-                return candidate
-    tried = ", ".join(str(candidate) for candidate in candidates)
-    raise BadInput(f"{folder}: no image folder found for {names[0]!r}; tried {tried}; set it with --data.image_dir")
+
+    def holds(candidate: Path) -> bool:
+        present = (_found_name(candidate, name) for name in names[:20])
+        return any(not os.path.isabs(name) and (candidate / name).is_file() for name in present)
+
+    return find_root(candidates, holds, found.layout, folder, where=folder, first=names[0])

@@ -8,25 +8,24 @@ import os
 from pathlib import Path
 
 from toolkit.data.decoding import IMAGE_SUFFIXES
-from toolkit.data.formats.annotated import split_of
+from toolkit.data.layout import Layout, split_of
 
 KEYS = ("train", "valid", "val", "test", "names")
 
 
-def settings_of(folder: Path) -> tuple[Path | None, dict]:
+def settings_of(layout: Layout) -> tuple[Path | None, dict]:
     """Return `obj.data` or a list, and the lists of the splits and the class names as a data.yaml would name them.
 
     Returns None and {} if the folder has neither.
     """
-    if not folder.is_dir():
-        return None, {}
-    for path in sorted(folder.glob("*.data")):
+    folder = layout.folder
+    for path in layout.files(folder, ".data"):
         settings = _content(path)
         if {"train", "valid", "val"} & settings.keys():
-            names = _found(folder, settings.pop("names", ""))
+            names = _found(layout, settings.pop("names", ""))
             return path, settings | ({"names": lines_of(names)} if names else {})
     lists = {}
-    for path in sorted(folder.glob("*.txt")):
+    for path in layout.files(folder, ".txt"):
         split = split_of(path.name)
         if split and is_list(path):
             lists.setdefault(split, path.name)
@@ -57,11 +56,11 @@ def _content(path: Path) -> dict[str, str]:
     return {key: value for key, value in content.items() if key in KEYS and value}
 
 
-def _found(folder: Path, name: str) -> Path | None:
+def _found(layout: Layout, name: str) -> Path | None:
     """Return the file that a path names, in the folder: by its last parts."""
     parts = Path(name.replace("\\", "/")).parts
     for start in range(len(parts)):
-        path = folder.joinpath(*(part for part in parts[start:] if part not in ("/", "..")))
-        if path.is_file():
+        path = layout.folder.joinpath(*(part for part in parts[start:] if part not in ("/", "..")))
+        if layout.has_file(path):
             return path
     return None

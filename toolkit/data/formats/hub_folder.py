@@ -3,50 +3,45 @@
 The library is imported where it is used, because its import would delay the start of every run.
 """
 
+from itertools import chain
 from pathlib import Path
 
 from toolkit.base.files import read_json
 from toolkit.data.annotations import Reading
-from toolkit.data.formats.annotated import SPLIT_NAMES, ordered, split_of
+from toolkit.data.layout import SPLIT_NAMES, Layout, Splits, split_of
 from toolkit.data.table import DetectionTable
 
 TITLE = "datasets"
+DATA_SUFFIXES = (".parquet", ".arrow")
+METADATA = "metadata.jsonl"
 
 
-def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Return the names of the splits of a local `datasets` folder; None if it is not one."""
-    names = _split_names(folder)
-    if not names:
-        return None
-    return ordered(split_of(name) or name for name in names)
+def find(layout: Layout) -> Splits | None:
+    """Return the splits of a local `datasets` folder; None if it is not one.
 
-
-def unused(folder: Path) -> list[str]:
-    """Return the names of splits that are not read because another name of the same split comes first.
-
-    An example is `dev` if there is `validation` too.
+    The source of a split is `<folder>/<the folder's own name of it>`, such as `validation` for `val`, whether that is a
+    folder or not. Of several names for one split its own counts, then the first: `dev` is not used beside `val`.
     """
-    names = _split_names(folder)
-    return [name for name in names if _own_name(names, split_of(name) or name) != name]
+    names = _split_names(layout)
+    own_names: dict[str, str] = {}
+    for name in names:
+        split = split_of(name) or name
+        own_names[split] = name if name == split else own_names.get(split, name)
+    sources = {split: [layout.folder / name] for split, name in own_names.items()}
+    return Splits(layout, sources, [layout.folder / name for name in names]) if names else None
 
 
-def _own_name(names: list[str], split: str) -> str:
-    """Return the folder's name of a split; of several names the split's own, then the first."""
-    alike = [name for name in names if name == split or split_of(name) == split]
-    if split in alike or not alike:
-        return split
-    return alike[0]
-
-
-def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+def read(found: Splits, split: str, reading: Reading) -> DetectionTable:
     """Read one split; `reading.image_dir` is ignored, because the images are in the data."""
     from toolkit.data.formats.hub import open_hub
 
-    return open_hub(str(folder), _own_name(_split_names(folder), split), reading)
+    (source,) = found.sources[split]
+    return open_hub(str(found.folder), str(source.relative_to(found.folder)), reading)
 
 
-def _split_names(folder: Path) -> list[str]:
+def _split_names(layout: Layout) -> list[str]:
     """Return the names of the splits as the folder has them."""
+    folder = layout.folder
     if not folder.is_dir():
         return []
     if (folder / "dataset_dict.json").exists():
@@ -54,10 +49,9 @@ def _split_names(folder: Path) -> list[str]:
         return [str(split) for split in splits] if isinstance(splits, list) else []
     if (folder / "state.json").exists():
         return [str(read_json(folder / "state.json").get("_split") or "train")]
-    directories = [folder, folder / "data"]
-    for names in SPLIT_NAMES.values():
-        directories += [folder / name for name in names]
-    if not any(map(_has_data_files, directories)):
+    of_splits = chain.from_iterable(SPLIT_NAMES.values())
+    directories = [folder, folder / "data", *(folder / name for name in of_splits)]
+    if not any(_has_data(layout, directory) for directory in directories):
         return []
     import datasets
     from datasets.exceptions import DatasetsError
@@ -68,6 +62,7 @@ def _split_names(folder: Path) -> list[str]:
         return []
 
 
-def _has_data_files(folder: Path) -> bool:
-    patterns = ("*.parquet", "metadata.jsonl", "*.arrow")
-    return any(any(folder.glob(pattern)) for pattern in patterns)
+def _has_data(layout: Layout, folder: Path) -> bool:
+    """Return whether a folder has data files, or folders of their parts, which are called like files."""
+    names = [*layout.names(folder), *(inner.name for inner in layout.folders(folder))]
+    return METADATA in names or any(name.endswith(DATA_SUFFIXES) for name in names)

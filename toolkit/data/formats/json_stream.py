@@ -12,6 +12,7 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats.look_alikes import about_look_alike
+from toolkit.data.layout import Layout
 
 WINDOW_CHARACTERS = 2**20  # characters
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -35,7 +36,7 @@ def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[
         if text.is_empty():
             raise BadInput(f"{path}: empty file")
         if text.next_sign() != "{":
-            look_alike = about_look_alike(Path(path))
+            look_alike = about_look_alike(Layout(Path(path)))
             if look_alike:
                 raise BadInput(f"{path}: {look_alike}")
             kind = JSON_TYPE_NAMES.get(type(text.value()), "null")

@@ -5,10 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.base.files import folders_below
+from toolkit.data.layout import Layout
 
 MAX_BYTES = 2**26  # of a file that is parsed to recognise it
 MAX_FOLDERS = 200
+SUFFIXES = (".json", ".xml", ".csv")
 FILES_PER_FOLDER = 5
 # What writes COCO from the files of each tool.
 TO_COCO = {
@@ -20,13 +21,13 @@ TO_COCO = {
 }
 
 
-def about_look_alike(path: Path) -> str:
+def about_look_alike(layout: Layout) -> str:
     """Return a sentence on the annotations in a folder, or in a file, if another tool wrote them; "" if none are known.
     """
-    for file in _candidates(path):
+    for file in _candidates(layout):
         tool = tool_of(file)
         if tool:
-            where = "" if file == path else f" ({file.name})"
+            where = "" if file == layout.folder else f" ({file.name})"
             return f"this looks like {tool}{where}, which is not read; convert it to COCO with {TO_COCO[tool]}"
     return ""
 
@@ -77,11 +78,11 @@ def _tool_of_object(content: object) -> str | None:
     return "Supervisely" if has_shapes and classes else None
 
 
-def _candidates(path: Path) -> Iterator[Path]:
+def _candidates(layout: Layout) -> Iterator[Path]:
     """Yield the files that may be annotations: the one that is given, or some of each folder."""
-    if path.is_file():
-        yield path
+    if layout.folder.is_file():
+        yield layout.folder
         return
-    for folder in folders_below(path)[:MAX_FOLDERS]:
-        files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in (".json", ".xml", ".csv")]
-        yield from files[:FILES_PER_FOLDER]
+    for folder in layout.below(layout.folder)[:MAX_FOLDERS]:
+        names = [name for name in layout.names(folder) if name.lower().endswith(SUFFIXES)]
+        yield from (folder / name for name in names[:FILES_PER_FOLDER])

@@ -2,108 +2,95 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import YamlLoader, folders_below, parse_yaml
-from toolkit.data.annotations import ImageRow, Reading
+from toolkit.base.files import YamlLoader, parse_yaml
+from toolkit.data.annotations import Reading
 from toolkit.data.check_files import parallel
 from toolkit.data.formats import darknet
-from toolkit.data.formats.annotated import (
-    SPLIT_NAMES,
-    UNKNOWN_SIZE,
-    UNSPLIT,
-    Listing,
-    folders_of_splits,
-    images_in,
-    may_hold,
-    not_among,
-    open_annotated,
-    ordered,
-    split_of,
+from toolkit.data.formats.annotated import Listing, ParsedBox, ParsedImage, open_annotated, rows_of
+from toolkit.data.formats.yolo_pairs import (
+    CLASS_FILES,
+    LABEL_FOLDER,
+    Pairs,
+    find_listed_image,
+    images_of,
+    label_of,
+    label_paths,
+    last_parts,
+    pairs_elsewhere,
+    pairs_of,
 )
-from toolkit.data.formats.yolo_orphans import about_found, about_orphans, orphans_of, pictures_beside
 from toolkit.data.formats.yolo_rows import UNSAID, Rows, fault_of_fractions, is_number, numbers_of
 from toolkit.data.image_sources import ImageSources
-from toolkit.data.missing_images import find_missing
+from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, Layout, Splits
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "YOLO"
-CLASS_FILES = ("classes.txt", "obj.names", "labels.txt", "_darknet.labels")
-LABEL_FOLDER = "labels"
 MAX_CLASSES = 100_000
 
 
-def recognise(folder: Path) -> tuple[str, ...] | None:
-    """Return the names of the splits of a YOLO folder; None if it is not one.
+@dataclass(frozen=True)
+class YoloSplits(Splits):
+    """The splits of a YOLO data set: folders of images and lists of them.
+
+    file, settings: as of `settings_of`. labels: folder of labels whose images are elsewhere, as predict.py writes them;
+    None: labels lie by the images.
+    """
+
+    file: Path | None = None
+    settings: Mapping = field(default_factory=dict)
+    labels: Path | None = None
+
+
+def find(layout: Layout) -> YoloSplits | None:
+    """Return the splits of a YOLO folder; None if it is not one.
 
     Recognised is `data.yaml` (any YAML file with `names` and `train` or `val`), whose splits are folders, lists of
     folders or text files that list images. Without such a file, recognised are `train/images` with `train/labels`,
     `images/train` with `labels/train`, `obj_train_data` of CVAT, Darknet's `obj.data` or `train.txt` and `valid.txt`
     with the paths of images, and one folder without splits.
     """
-    _, settings = settings_of(folder)
+    file, settings = settings_of(layout)
+    missing: list[str] = []
     if settings:
-        named = [split for split in SPLIT_NAMES if _entry(settings, split)]
-        present = [split for split in named if not _missing_of(folder, settings, split)]
-        return ordered(present) or None
-    splits = [split for split in SPLIT_NAMES if _plain_folders(folder, split)]
-    if splits:
-        return ordered(splits)
-    return (UNSPLIT,) if _plain_folders(folder, UNSPLIT) else None
+        sources, missing = _described(layout, file, settings)
+    else:
+        plain = {split: _plain_folder(layout, split) for split in (*SPLIT_NAMES, UNSPLIT)}
+        sources = {split: [images] for split, images in plain.items() if images}
+        if len(sources) > 1:
+            sources.pop(UNSPLIT, None)
+    if not sources:
+        return None
+    has_list = any(path.is_file() for path in chain.from_iterable(sources.values()))  # of images of any folder
+    candidates = [] if has_list or UNSPLIT in sources else _all_plain_folders(layout)
+    return YoloSplits(layout, sources, candidates, missing, file=file, settings=settings)
 
 
-def missing(folder: Path) -> list[str]:
-    """Return a text for each split whose paths in data.yaml do not exist here, such as those of another computer."""
-    file, settings = settings_of(folder)
-    texts = []
-    for split in SPLIT_NAMES:
-        paths = _missing_of(folder, settings, split) if _entry(settings, split) else []
-        if paths:
-            texts.append(f"{split} ({file.name} names {', '.join(map(str, paths))})")
-    return texts
-
-
-def _missing_of(folder: Path, settings: dict, split: str) -> list[Path]:
-    return [path for path in _located(folder, settings, split) if not path.exists()]
-
-
-def unused(folder: Path) -> list[str]:
-    """Return the names of image folders that look like a split but are not read, because other folders are used."""
-    _, settings = settings_of(folder)
-    used = []
-    for split in SPLIT_NAMES:
-        if not settings:
-            plain = _plain_folders(folder, split)
-            used += [plain] if plain else []
-        elif _entry(settings, split):
-            used += _located(folder, settings, split)
-    if not used or any(path.is_file() for path in used):  # a list has images of any folder
-        return []
-    candidates = []
-    for split in SPLIT_NAMES:
-        candidates += _all_plain_folders(folder, split)
-    return not_among(candidates, used, folder)
-
-
-def labels_alone(folder: Path) -> Path | None:
-    """Return the folder of label files in `folder`, or `folder` itself if it has label files; None if there are none.
-
-    It is for labels whose images are elsewhere, as predict.py writes them.
-    """
+def find_labels(layout: Layout) -> YoloSplits | None:
+    """Return the one split of a folder of labels whose images are elsewhere; None if there are no labels."""
+    folder = layout.folder
     labels = folder / LABEL_FOLDER
-    if labels.is_dir() and any(map(_is_label_folder, folders_below(labels))):
-        return labels
-    if folder.name == LABEL_FOLDER and any(map(_is_label_folder, folders_below(folder))):
-        return folder
-    return folder if _is_label_folder(folder) else None
+    if _has_labels(layout, labels):
+        alone = labels
+    elif folder.name == LABEL_FOLDER and _has_labels(layout, folder) or _is_label_folder(layout, folder):
+        alone = folder
+    else:
+        return None
+    file, settings = settings_of(layout)
+    missing = _described(layout, file, settings)[1] if settings else []
+    candidates = _all_plain_folders(layout)
+    return YoloSplits(layout, {UNSPLIT: []}, candidates, missing, file=file, settings=settings, labels=alone)
 
 
-def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
+def read(found: YoloSplits, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
     The path of the text file of an image is that of the image with `labels` in place of `images`, or the text file is
@@ -111,14 +98,17 @@ def read(folder: Path, split: str, reading: Reading) -> DetectionTable:
     image without a text file has no objects. `Rows` decides what the numbers in a line mean. Classes keep their numbers
     from 0. With `reading.masks`, a polygon is the mask of its object.
     """
-    listing = partial(_listing, folder, split, reading.image_dir, reading.masks)
-    return open_annotated("yolo", folder, split, listing, reading)
+    listing = partial(_listing, found, split, reading.image_dir, reading.masks)
+    return open_annotated("yolo", found.folder, split, listing, reading)
 
 
-def settings_of(folder: Path) -> tuple[Path | None, dict]:
+# ---- where the files are ---------------------------------------------------------------------------------------------
+
+
+def settings_of(layout: Layout) -> tuple[Path | None, dict]:
     """Return the YAML file that names classes and splits, and its content, or those of Darknet; None and {} if there is
     none."""
-    for path in _yaml_files(folder):
+    for path in _yaml_files(layout):
         try:
             content = _load_yaml(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError):
@@ -127,34 +117,52 @@ def settings_of(folder: Path) -> tuple[Path | None, dict]:
             continue
         if "train" in content or "val" in content:
             return path, content
-    return _lists_of_darknet(folder)
+    return _lists_of_darknet(layout)
 
 
-def _lists_of_darknet(folder: Path) -> tuple[Path | None, dict]:
+def _described(layout: Layout, file: Path, settings: dict) -> tuple[dict[str, list[Path]], list[str]]:
+    """Return (folders and lists of the splits that a description names, a text for each split that is not here).
+
+    Paths that are not here may be those of another computer.
+    """
+    sources = {}
+    missing = []
+    for split in SPLIT_NAMES:
+        if not _entry(settings, split):
+            continue
+        paths = _located(layout, settings, split)
+        absent = [str(path) for path in paths if not path.exists()]
+        if absent:
+            missing.append(f"{split} ({file.name} names {', '.join(absent)})")
+        else:
+            sources[split] = paths
+    return sources, missing
+
+
+def _lists_of_darknet(layout: Layout) -> tuple[Path | None, dict]:
     """Return what `darknet.settings_of` does, if no folders say the splits, and labels lie beside listed images."""
-    file, settings = darknet.settings_of(folder)
-    if not settings or any(_plain_folders(folder, split) for split in SPLIT_NAMES):
+    file, settings = darknet.settings_of(layout)
+    if not settings or any(_plain_folder(layout, split) for split in SPLIT_NAMES):
         return None, {}
-    lists = [path for split in SPLIT_NAMES if _entry(settings, split) for path in _located(folder, settings, split)]
+    lists = [path for split in SPLIT_NAMES if _entry(settings, split) for path in _located(layout, settings, split)]
     for path in lists:
         names = darknet.lines_of(path)[:50] if path.is_file() else []
-        if any(file.is_file() for name in names for file in _labels_of(_find_listed_image(name, path, folder))):
+        images = (find_listed_image(layout, name, path) for name in names)
+        if any(label_of(layout, image) for image in images):
             return file, settings
     return None, {}
 
 
-def _yaml_files(folder: Path) -> list[Path]:
+def _yaml_files(layout: Layout) -> list[Path]:
     """Return the YAML files of a folder, data.yaml first."""
-    if not folder.is_dir():
-        return []
-    paths = (*folder.glob("*.yaml"), *folder.glob("*.yml"))
+    paths = (*layout.files(layout.folder, ".yaml"), *layout.files(layout.folder, ".yml"))
     return sorted(paths, key=lambda path: (path.stem != "data", path.name))
 
 
-def _unread(folder: Path) -> list[Problem]:
+def _unread(layout: Layout) -> list[Problem]:
     """Return an error for a data.yaml that cannot be read: without it classes would be numbered."""
     problems = []
-    for path in _yaml_files(folder):
+    for path in _yaml_files(layout):
         try:
             _load_yaml(path.read_text(encoding="utf-8-sig"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -193,9 +201,10 @@ def _entry(settings: dict, split: str):
     return None
 
 
-def _located(folder: Path, settings: dict, split: str) -> list[Path]:
+def _located(layout: Layout, settings: Mapping, split: str) -> list[Path]:
     """Return folders and lists of a split. Paths are relative to `path`, or, as some exports have it, wrong by a `../`.
     """
+    folder = layout.folder
     entry = _entry(settings, split)
     texts = entry if isinstance(entry, list) else [entry]
     bases = [folder / str(settings.get("path") or ""), folder]
@@ -206,60 +215,58 @@ def _located(folder: Path, settings: dict, split: str) -> list[Path]:
             text,
             text.removeprefix("../"),
             str(Path(text) / "images"),
-            *_ends(text),
+            *last_parts(text),
         ]
         candidates = [base / tail for base in bases for tail in tails]
-        found = (path for path in candidates if path.exists() and _is_of_split(path))
+        found = (path for path in candidates if path.exists() and _is_of_split(layout, path))
         paths.append(next(found, folder / text))
     return paths
 
 
-def _ends(path: str) -> list[str]:
-    """Return the last parts of a path, which may be one on another computer.
-
-    Not `images` of `valid/images`, which would be all images.
-    """
-    parts = Path(path).parts
-    in_split = len(parts) > 1 and split_of(parts[-2])
-    counts = (3, 2) if in_split else (3, 2, 1)
-    return ["/".join(parts[-count:]) for count in counts]
-
-
-def _is_of_split(path: Path) -> bool:
-    if path.is_file() or images_in(path) or images_in(path / "images"):
+def _is_of_split(layout: Layout, path: Path) -> bool:
+    if path.is_file() or layout.images(path) or layout.images(path / "images"):
         return True
-    return any(images_in(inner) for inner in path.iterdir() if inner.is_dir())
+    return any(map(layout.images, layout.folders(path)))
 
 
-def _plain_folders(folder: Path, split: str) -> Path | None:
+def _plain_folder(layout: Layout, split: str) -> Path | None:
     """Return the folder of a split's images if there are label files but no YAML file."""
-    return next(_all_plain_folders(folder, split), None)
+    return next(_plain_folders(layout, split), None)
 
 
-def _all_plain_folders(folder: Path, split: str) -> Iterator[Path]:
+def _plain_folders(layout: Layout, split: str) -> Iterator[Path]:
     """Yield folders of images with their labels whose names say this split; the first is read."""
+    folder = layout.folder
     if split == UNSPLIT:
         inside = [folder]
         of_images = [folder / "images"]
     else:
-        inside = folders_of_splits(folder).get(split, [])
-        of_images = folders_of_splits(folder / "images").get(split, [])
+        inside = layout.folders_of_splits(folder).get(split, [])
+        of_images = layout.folders_of_splits(folder / "images").get(split, [])
     pairs = [(directory / "images", directory / LABEL_FOLDER) for directory in inside]
     for images in of_images:
         below = images.relative_to(folder / "images")
         pairs.append((images, folder / LABEL_FOLDER / below))
     pairs += [(directory, directory) for directory in inside]
     for images, labels in pairs:
-        if images_in(images) and _is_label_folder(labels):
+        if layout.images(images) and _is_label_folder(layout, labels):
             yield images
 
 
-def _is_label_folder(folder: Path) -> bool:
+def _all_plain_folders(layout: Layout) -> list[Path]:
+    """List the folders of images with their labels whose names say a split."""
+    return list(chain.from_iterable(_plain_folders(layout, split) for split in SPLIT_NAMES))
+
+
+def _has_labels(layout: Layout, folder: Path) -> bool:
+    """Return whether a folder, or one in it, has label files."""
+    return any(_is_label_folder(layout, inner) for inner in layout.below(folder))
+
+
+def _is_label_folder(layout: Layout, folder: Path) -> bool:
     """Return whether one of the first text files has lines of a class and numbers; a `README.txt` may lie beside them.
     """
-    if not folder.is_dir():
-        return False
-    files = (path for path in sorted(folder.glob("*.txt")) if path.name not in CLASS_FILES)
+    files = (path for path in layout.files(folder, ".txt") if path.name not in CLASS_FILES)
     with_text = (path for path in files if path.stat().st_size)
     for path in itertools.islice(with_text, 50):
         text = path.read_text(encoding="utf-8-sig", errors="replace")
@@ -270,174 +277,72 @@ def _is_label_folder(folder: Path) -> bool:
     return False
 
 
-def _sources(folder: Path, split: str, image_dir: Path | None) -> tuple[list[Path], Path | None]:
-    """Return (folders and lists of the images of a split, the folder of their labels if it is separate).
-
-    Raises BadInput: the images are not in `image_dir`, or not known.
-    """
-    _, settings = settings_of(folder)
-    plain = None if settings else _plain_folders(folder, split)
-    if plain or _entry(settings, split):
-        sources = [plain] if plain else _located(folder, settings, split)
-        if image_dir:
-            root = image_dir.resolve()
-            if not any(source.resolve().is_relative_to(root) for source in sources):
-                named = ", ".join(map(str, sources))
-                raise BadInput(f"{image_dir}: the images of {split} are in {named}; leave data.image_dir out")
-        return sources, None
-    if image_dir is None:
-        gone = f"; not there: {', '.join(missing(folder))}" if settings else ""
-        raise BadInput(f"{folder}: labels without images{gone}; give the folder of the images (data.image_dir)")
-    return [image_dir], labels_alone(folder)
+# ---- what the files say ----------------------------------------------------------------------------------------------
 
 
-def _image_files(folder: Path, split: str, sources: Sequence[Path]) -> tuple[list[Path], list[Path], dict]:
-    """Return (image files of a split, folders and lists to watch, content of the YAML file)."""
-    file, settings = settings_of(folder)
-    files = []
-    watched = [file] if file else []
-    for source in sources:
-        if source.is_file():
-            images, searched = _listed_images(source, folder, split)
-            files += images
-            watched += [source, *searched]
-            continue
-        if not source.is_dir():
-            raise BadInput(f"{source}: no such folder, which {file.name} names for {split}")
-        has_inner = not images_in(source) and images_in(source / "images")
-        top = source / "images" if has_inner else source
-        for at in folders_below(top):
-            files += [at / name for name in images_in(at)]
-            watched.append(at)
-    return files, watched, settings
-
-
-def _listed_images(file: Path, folder: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Return (images of a list, folders to watch); images that are not where it says are looked for in the data set."""
-    lines = (line.replace("\\", "/") for line in darknet.lines_of(file))
-    images = [_find_listed_image(line, file, folder) for line in lines]
-    rows = []
-    for number, path in enumerate(images):
-        is_there = path.is_file() and path.is_relative_to(folder)
-        name = path.relative_to(folder) if is_there else Path(*path.parts[-3:])  # not a path of another computer
-        rows.append(ImageRow(number, str(name), None, None))
-    found = find_missing(rows, folder, folder, may_hold(split))
-    for number, row in enumerate(found.images):
-        if not images[number].is_file():
-            images[number] = found.image_root / row.file_name
-    return images, found.watched
-
-
-def _find_listed_image(line: str, file: Path, folder: Path) -> Path:
-    """Find an image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
-    candidates = []
-    for tail in (line, *_ends(line)):
-        candidates += [file.parent / tail, folder / tail]
-    return next((path for path in candidates if path.is_file()), candidates[0])
-
-
-def _labels_of(image: Path) -> list[Path]:
-    """Return the paths at which the text file of an image may lie."""
-    beside = image.with_suffix(".txt")
-    candidates = [beside, image.parent / LABEL_FOLDER / beside.name]
-    parts = list(beside.parts)
-    if "images" in parts:
-        last = len(parts) - 1 - parts[::-1].index("images")
-        swapped = Path(*parts[:last], LABEL_FOLDER, *parts[last + 1 :])
-        candidates.insert(0, swapped)
-    return candidates
-
-
-def _listing(folder: Path, split: str, image_dir: Path | ImageSources | None, masks: bool) -> Listing:
+def _listing(found: YoloSplits, split: str, image_dir: Path | ImageSources | None, masks: bool) -> Listing:
     if isinstance(image_dir, ImageSources):
         raise BadInput(f"{image_dir}: YOLO data are listed by their image files; give one folder (data.image_dir)")
-    sources, alone = _sources(folder, split, image_dir)
-    files, watched, settings = _image_files(folder, split, sources)
-    if not files:
-        raise BadInput(f"{folder}: split {split!r} has no images")
-    beside, orphans = ({}, []) if alone else _without_pictures(folder, split, files)
-    files += sorted(beside)
-    root = image_dir or folder
-    if image_dir is None and not all(path.is_relative_to(folder) for path in files):
-        # Not the paths behind links: the labels of a linked folder of images lie beside the link.
-        files = [Path(os.path.abspath(path)) for path in files]
-        beside = {Path(os.path.abspath(path)): label for path, label in beside.items()}
-        root = Path(os.path.commonpath([str(path.parent) for path in files]))
-    if alone:
-        by_image = [[(alone / image.relative_to(root)).with_suffix(".txt")] for image in files]
+    layout = found.layout
+    if found.labels is None:
+        pairs = pairs_of(layout, split, found.sources[split], image_dir)
+    elif image_dir:
+        pairs = pairs_elsewhere(layout, found.labels, image_dir)
     else:
-        by_image = [[beside[image]] if image in beside else _labels_of(image) for image in files]
-    labels = []
-    label_folders = set()  # also where there are no labels yet
-    for paths in by_image:
-        labels.append(next((path for path in paths if path.is_file()), None))
-        label_folders |= {path.parent for path in paths}
-
-    def load(path: Path | None) -> list:
-        if path is None:
-            return []
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
-        return [(path, text.splitlines())]
-
-    lines: dict[Path, list[str]] = dict(parallel(load, labels, "reading labels"))
-    names, problems = _class_names(folder, settings, lines)
-    problems += about_orphans(orphans, folder) + about_found(sorted(beside), folder)
-    if not settings:
-        problems += _unread(folder)
-    rows = Rows(lines.values(), settings.get("kpt_shape", UNSAID))
-    images = []
-    for number, file in enumerate(files, start=1):
-        images.append(ImageRow(number, os.path.relpath(file, root), None, None))
-    boxes = []
-    first_of: dict[Path, str] = {}  # the image that a file of labels was read for
-    for index, path in enumerate(labels):
-        image_name = images[index].file_name
-        if path and first_of.setdefault(path, image_name) != image_name:
-            message = f"{path.name} is the file of labels of {first_of[path]} too; give the images different names"
-            problems.append(Problem("error", image_name, None, None, message))
-            continue
-        parsed, faults = _parse_lines(lines.get(path, []), names, rows)
-        for fault in faults:
-            problems.append(Problem("error", image_name, None, None, f"{path.name}, {fault}"))
-        boxes += [(index, name, xyxy, path.name, polygon) for name, xyxy, polygon in parsed]
-    watched += sorted(label_folders)
-    watched += [folder / "data.yaml", *_class_files(folder)]  # also those that are made later
-    listing = Listing(Path(root), images, list(enumerate(names)), watched, set(), problems, masks)
-    for index, name, xyxy, source, polygon in boxes:
-        segmentation = _segmentation(polygon, images[index]) if masks else None
-        listing.add(index, name, xyxy, source, shares=True, segmentation=segmentation)
+        gone = f"; not there: {', '.join(found.missing)}" if found.settings else ""
+        raise BadInput(f"{found.folder}: labels without images{gone}; give the folder of the images (data.image_dir)")
+    if not pairs.images:
+        raise BadInput(f"{found.folder}: split {split!r} has no images")
+    lines = _read_labels(pairs.labels)
+    names, problems = _class_names(found, lines)
+    problems += pairs.problems
+    if not found.settings:
+        problems += _unread(layout)
+    rows = Rows(lines.values(), found.settings.get("kpt_shape", UNSAID))
+    images, faults = _parse_labels(pairs, lines, names, rows)
+    described = [found.file] if found.file else []
+    later = [found.folder / "data.yaml", *_class_files(layout)]  # also if they are made later
+    watched = [*pairs.watched, *described, *later]
+    classes = list(enumerate(names))
+    listing = Listing(pairs.root, rows_of(images), classes, watched, set(), problems + faults, masks)
+    listing.add_all(images)
     return listing
 
 
-def _segmentation(polygon: Sequence[float] | None, image: ImageRow) -> list[list[float]] | None:
-    """Return a polygon in fractions of an image as COCO's `segmentation`; None if there is none, or no known size."""
-    if polygon is None or image.width == UNKNOWN_SIZE:
-        return None
-    sides = itertools.cycle((image.width, image.height))
-    return [[share * side for share, side in zip(polygon, sides, strict=False)]]
+def _read_labels(labels: Sequence[Path | None]) -> dict[Path, list[str]]:
+    """Return the lines of each label file."""
+
+    def load(path: Path) -> list[tuple[Path, list[str]]]:
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        return [(path, text.splitlines())]
+
+    return dict(parallel(load, list(filter(None, labels)), "reading labels"))
 
 
-def _without_pictures(folder: Path, split: str, files: Sequence[Path]) -> tuple[dict[Path, Path], list[Path]]:
-    """Return ({picture: its label file} of label files that belong to none of `files`, label files without a picture).
-    """
-    candidates = [_labels_of(image) for image in files]
-    used = [next((path for path in paths if path.is_file()), paths[0]) for paths in candidates]
-    label_folders = {path.parent for paths in candidates for path in paths}
-    texts = [*CLASS_FILES, *(path.name for path in folder.glob("*.txt") if darknet.is_list(path))]
-    labels = orphans_of(label_folders, used, texts)
-    pictures = pictures_beside(labels, split)
-    listed = any(path.is_file() for path in _sources(folder, split, None)[0])  # which pictures are of the split
-    orphans = [path for path in labels if path not in pictures]
-    known = set(files)
-    found = {picture: label for label, picture in pictures.items() if picture not in known}
-    return {} if listed else found, orphans
+def _parse_labels(
+    pairs: Pairs, lines: Mapping[Path, Sequence[str]], names: Sequence[str], rows: Rows
+) -> tuple[list[ParsedImage], list[Problem]]:
+    """Return (images with the boxes of their label files, a problem for each line or file that cannot be used)."""
+    images = []
+    problems = []
+    first_of: dict[Path, str] = {}  # the image that a file of labels was read for
+    for file, label in zip(pairs.images, pairs.labels, strict=True):
+        name = os.path.relpath(file, pairs.root)
+        boxes: list[ParsedBox] = []
+        if label and first_of.setdefault(label, name) != name:
+            message = f"{label.name} is the file of labels of {first_of[label]} too; give the images different names"
+            problems.append(Problem("error", name, None, None, message))
+        elif label:
+            boxes, faults = _parse_lines(lines[label], names, rows, label.name)
+            problems += [Problem("error", name, None, None, f"{label.name}, {fault}") for fault in faults]
+        images.append(ParsedImage(name, None, None, boxes))
+    return images, problems
 
 
-def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tuple[list[tuple], list[str]]:
-    """Return ((class name, xyxy, polygon x, y, x, y, ... or None) of each line, the faults of the others).
-
-    Boxes and polygons are in fractions of the image.
-    """
+def _parse_lines(
+    lines: Sequence[str], names: Sequence[str], rows: Rows, source: str
+) -> tuple[list[ParsedBox], list[str]]:
+    """Return (the box, with its polygon if there is one, of each line, the faults of the others)."""
     parsed = []
     faults = []
     for number, line in enumerate(lines, start=1):
@@ -460,12 +365,28 @@ def _parse_lines(lines: Sequence[str], names: Sequence[str], rows: Rows) -> tupl
         elif outside:
             faults.append(f"line {number}: {line.strip()[:80]!r}: {outside}")
         else:
-            parsed.append((names[int(label)], box, polygon))
+            segmentation = None if polygon is None else [polygon]
+            parsed.append(ParsedBox(names[int(label)], box, source, shares=True, segmentation=segmentation))
     return parsed, faults
 
 
-def _class_names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> tuple[list[str], list[Problem]]:
+def _class_names(found: YoloSplits, lines: Mapping[Path, Sequence[str]]) -> tuple[list[str], list[Problem]]:
     """Return class names in order: of the YAML file, or of a text file; without either, their numbers."""
+    names, problems = _names_of_settings(found.settings, found.folder)
+    if names:
+        return names, problems
+    label_folders = _label_folders(found)
+    listed = _listed_names(found.layout, label_folders)
+    if listed:
+        return listed, []
+    highest = _highest_class(found.layout, lines, label_folders)
+    unnamed = "no class names (data.yaml, classes.txt or *.names); classes are numbered"
+    note = Problem("note", str(found.folder), None, None, unnamed)
+    return [f"class {i}" for i in range(_count(highest + 1, found.folder))], [note]
+
+
+def _names_of_settings(settings: Mapping, folder: Path) -> tuple[list[str], list[Problem]]:
+    """Return the class names that a YAML file has, and a warning if it counts others; [] if it has none."""
     given = settings.get("names")
     if isinstance(given, dict):
         try:
@@ -474,40 +395,39 @@ def _class_names(folder: Path, settings: dict, lines: dict[Path, list[str]]) -> 
             given = [given.get(i, given.get(str(i), f"class {i}")) for i in numbers]
         except (TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"{folder}: `names` of the YAML file: expected numbers from 0 with names") from error
-    if given:
-        if not isinstance(given, list):
-            raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
-        odd = [name for name in given if not isinstance(name, str)]
-        if odd:
-            raise BadInput(f"{folder}: `names` of the YAML file: {odd[0]!r} is not a name")
-        count = settings.get("nc")
-        if count is None or count == len(given):
-            return given, []
-        message = f"`nc` is {count!r}, and `names` has {len(given)}; `names` counts"
-        return given, [Problem("warning", str(folder), None, None, message)]
-    label_folders = []
+    if not given:
+        return [], []
+    if not isinstance(given, list):
+        raise BadInput(f"{folder}: `names` of the YAML file is {given!r}; expected a list of names")
+    odd = [name for name in given if not isinstance(name, str)]
+    if odd:
+        raise BadInput(f"{folder}: `names` of the YAML file: {odd[0]!r} is not a name")
+    count = settings.get("nc")
+    if count is None or count == len(given):
+        return given, []
+    message = f"`nc` is {count!r}, and `names` has {len(given)}; `names` counts"
+    return given, [Problem("warning", str(folder), None, None, message)]
+
+
+def _label_folders(found: YoloSplits) -> list[Path]:
+    """Return the folders of the labels of all splits."""
+    folders = []
     for split in (*SPLIT_NAMES, UNSPLIT):
-        images = _plain_folders(folder, split)
+        images = _plain_folder(found.layout, split)
         if images:
-            label_folders += [labels.parent for labels in _labels_of(images / "x.jpg")]
-        if _entry(settings, split):
-            files, *_ = _image_files(folder, split, _located(folder, settings, split))
-            label_folders += [path.parent for file in files for path in _labels_of(file) if path.is_file()]
-    label_folders = list(dict.fromkeys(label_folders))
-    listed = _listed_names(folder, label_folders)
-    if listed:
-        return listed, []
-    highest = _highest_class(lines, label_folders)
-    unnamed = "no class names (data.yaml, classes.txt or *.names); classes are numbered"
-    note = Problem("note", str(folder), None, None, unnamed)
-    return [f"class {i}" for i in range(_count(highest + 1, folder))], [note]
+            folders += [labels.parent for labels in label_paths(images / "x.jpg")]
+        if found.settings and split in found.sources:
+            files, _ = images_of(found.layout, split, found.sources[split])
+            labels = (path for file in files for path in label_paths(file))
+            folders += [path.parent for path in labels if found.layout.has_file(path)]
+    return list(dict.fromkeys(folders))
 
 
-def _highest_class(lines: dict[Path, list[str]], label_folders: Sequence[Path]) -> int:
+def _highest_class(layout: Layout, lines: Mapping[Path, Sequence[str]], label_folders: Sequence[Path]) -> int:
     """Return the highest class in the label files, those of other splits too; 0 without any."""
     contents = list(lines.values())
     for at in label_folders:
-        for path in sorted(at.glob("*.txt")):
+        for path in layout.files(at, ".txt"):
             if path not in lines and path.name not in CLASS_FILES:
                 text = path.read_text(encoding="utf-8-sig", errors="replace")
                 contents.append(text.splitlines())
@@ -520,33 +440,34 @@ def _highest_class(lines: dict[Path, list[str]], label_folders: Sequence[Path]) 
     return int(max(classes, default=0))
 
 
-def _listed_names(folder: Path, label_folders: Sequence[Path]) -> list[str]:
+def _listed_names(layout: Layout, label_folders: Sequence[Path]) -> list[str]:
     """Read class names of a text file: that of the data set, else those of its splits, which must agree; [] if none."""
-    for file in _class_files(folder):
-        names = darknet.lines_of(file) if file.is_file() else []
+    for file in _class_files(layout):
+        names = darknet.lines_of(file) if layout.has_file(file) else []
         if names:
             return names
     by_file = {}
     for directory in label_folders:
-        files = _class_files_in(directory)
-        by_file |= {file: darknet.lines_of(file) for file in files if file.is_file()}
+        files = _class_files_in(layout, directory)
+        by_file |= {file: darknet.lines_of(file) for file in files if layout.has_file(file)}
     if len(set(map(tuple, by_file.values()))) > 1:
         named = "; ".join(f"{file}: {', '.join(names[:10])}" for file, names in by_file.items())
-        raise BadInput(f"{folder}: its splits list different classes ({named}); expected the same in the same order")
+        message = f"its splits list different classes ({named}); expected the same in the same order"
+        raise BadInput(f"{layout.folder}: {message}")
     return next(iter(by_file.values()), [])
 
 
-def _class_files(folder: Path) -> list[Path]:
+def _class_files(layout: Layout) -> list[Path]:
     """Return the paths at which a text file with the class names of a data set may lie."""
-    return [*_class_files_in(folder), *_class_files_in(folder / LABEL_FOLDER)]
+    folder = layout.folder
+    return [*_class_files_in(layout, folder), *_class_files_in(layout, folder / LABEL_FOLDER)]
 
 
-def _class_files_in(directory: Path) -> list[Path]:
+def _class_files_in(layout: Layout, directory: Path) -> list[Path]:
     """Return the paths of such files in one folder: those of the usual names, whether they exist or not, and `*.names`.
     """
     files = [directory / name for name in CLASS_FILES]
-    others = sorted(directory.glob("*.names"))
-    return files + [path for path in others if path not in files]
+    return files + [path for path in layout.files(directory, ".names") if path not in files]
 
 
 def _count(classes: int, folder: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from toolkit.base.distributed import default_device
 from toolkit.base.files import ROOT, parse_yaml
-from toolkit.data.formats.annotated import UNSPLIT, split_in_name, split_of
+from toolkit.data.layout import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 
 DEFAULT_SIZE_PX = 640  # of images, where a settings file says none
