@@ -194,7 +194,9 @@ class Checkout:
     def plain(self, text: str) -> str:
         """Return a text without what differs from one place and time to the next: paths, times, memory."""
         text = text.replace(str(self.folder), "<work>").replace(str(self.project), "<project>")
-        text = re.sub(r"\b\d+(\.\d+)?(e-\d+)? (s/step|GiB|MiB|s / step|ms)\b", "<number> \\3", text)
+        text = re.sub(r"\b\d+(\.\d+)?(e-\d+)? (s/step|GiB|MiB|s / step|ms|minutes)\b", "<number> \\3", text)
+        text = re.sub(r"\(data \d+%\)", "(data <number>%)", text)
+        text = re.sub(r'"commit": "[0-9a-f]{40}"', '"commit": "<commit>"', text)
         text = re.sub(r"\d:\d\d:\d\d", "<time>", text)
         return re.sub(r"in \d+(\.\d+)? s\b", "in <time> s", text)
 
