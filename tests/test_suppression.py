@@ -24,7 +24,15 @@ from toolkit.base.boxes import common_and_union
 from toolkit.detectors.faster_rcnn.model import of_one_class_each
 from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, limits_whwh
 from toolkit.models import build_detector
-from toolkit.models.nms import _batch_at_once, class_wise_nms, nms_by_label, nms_keep, settled, sorted_nms, top_k_rows
+from toolkit.models.nms import (
+    _batch_at_once,
+    class_wise_nms,
+    nms_by_label,
+    nms_keep,
+    repeated_until_enough,
+    sorted_nms,
+    top_k_rows,
+)
 
 TWO_STAGE = {"backbone": "lcnet_035", "norm": "batch", "freeze": "none", "strides": [8, 16], "fpn_channels": 16,
              "anchor_sizes": [[16], [32]], "aspect_ratios": [1.0], "representation_size": 32,
@@ -75,7 +83,7 @@ def test_a_long_chain_takes_more_rounds_than_are_made_at_once(length, runs_neede
         runs.append(sorted_nms(chain, torch.ones(1, length, dtype=torch.bool), 0.3)[0].tolist())
         return [torch.tensor(runs[-1])], None
 
-    assert settled(compute)[0][0].tolist() == expected
+    assert repeated_until_enough(compute)[0][0].tolist() == expected
     assert len(runs) == runs_needed and runs[-1] == expected and expected not in runs[:-1]
 
 
@@ -92,7 +100,7 @@ def test_classes_are_suppressed_on_a_device_as_on_a_cpu(monkeypatch, usual, larg
     def at_once():
         return _batch_at_once(boxes, scores, 0.4)
 
-    found = settled(lambda: ([at_once()], None))[0][0] if trusting else at_once()
+    found = repeated_until_enough(lambda: ([at_once()], None))[0][0] if trusting else at_once()
     expected = class_wise_nms(boxes, scores, 0.4)
     exported = nms_keep(boxes.flatten(0, 1), scores.flatten(0, 1), 0.4)
     assert torch.equal(expected.flatten(0, 1) > 0, exported)

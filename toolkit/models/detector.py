@@ -13,7 +13,7 @@ from toolkit.base.batch import first_rows, kept_first
 from toolkit.base.errors import BadInput
 from toolkit.models import DetectorOptions
 from toolkit.models.final import save_detector_folder
-from toolkit.models.nms import settled
+from toolkit.models.nms import repeated_until_enough
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Detector(nn.Module):
             is_in_top = keep.cumsum(1) <= top_k
             return kept_first(keep & is_in_top, boxes, scores, labels, *further.values()), list(further)
 
-        (counts, *values), names = settled(select)
+        (counts, *values), names = repeated_until_enough(select)
         columns = dict(zip(["boxes", "scores", "labels", *names], values, strict=True))
         return first_rows(counts.tolist(), columns)
 

@@ -5,7 +5,7 @@ an operator of ONNX (`toolkit.tools.export.operators`). On a GPU, where the loop
 is computed as a fixed point: a box is kept if no better kept box overlaps it too much. After n rounds the result is
 correct for at least the n best boxes, so the rounds converge to the greedy result; the number of rounds needed is the
 length of the longest chain of boxes that suppress each other. Only the device knows whether the rounds made were
-enough, and `settled` reads this in the same copy as the results.
+enough, and `repeated_until_enough` reads this in the same copy as the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,18 +26,19 @@ MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
-class SuppressionTrust(NamedTuple):
-    """The numbers of rounds and of boxes per image (`width`) that are assumed to suffice for suppression.
+class RoundLimit(NamedTuple):
+    """How far suppression goes inside `repeated_until_enough`, before the host has read whether that was enough.
 
-    doubts: 0-dim bool tensors on the device, each True if the assumption was wrong.
+    rounds: number of rounds. width: number of boxes of an image that are compared, the best ones. not_enough: 0-dim
+    bool tensors on the device, each True if a suppression needed more of either.
     """
 
     rounds: int
     width: int
-    doubts: list[Tensor]
+    not_enough: list[Tensor]
 
 
-_trust: ContextVar[SuppressionTrust | None] = ContextVar("trust", default=None)
+_limit: ContextVar[RoundLimit | None] = ContextVar("limit", default=None)  # None: the host reads after some rounds
 Rest = TypeVar("Rest")
 
 
@@ -81,15 +82,15 @@ def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tens
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
     """Treat all classes of an image as one group, for so many boxes that most classes have few."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
-    trust = _trust.get()
-    if trust is None:
+    limit = _limit.get()
+    if limit is None:
         counts = (ranked > 0).sum(1)
         width = int(counts.amax()) if len(ranked) else 0
         if width > MAX_GROUP:  # pairs would fill the memory
             return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
-        width = trust.width
-        trust.doubts.append((ranked[:, width:] > 0).any())
+        width = limit.width
+        limit.not_enough.append((ranked[:, width:] > 0).any())
     rows = order[:, :width]
     best = ranked[:, :width]
     labels = rows // in_class
@@ -184,32 +185,42 @@ def _kept_in_rounds(over: Tensor, valid: Tensor) -> Tensor:
     """Return a bool mask (G, K) of the boxes that no better kept box suppresses.
 
     over: (G, K, K) bool, the box of the row could suppress that of the column. valid: (G, K) bool.
+
+    Let box 0 overlap box 1, and box 1 box 2. In the first round all boxes count as kept, so 0 suppresses 1 and 1
+    suppresses 2; in the second, 1 is not kept and 2 is; the third changes nothing.
     """
-    trust = _trust.get()
+    limit = _limit.get()
     # Counts as a matrix product take one kernel a round, and one read of `over`, where `(over & keep).any()` takes
     # three reads and writes. float16 is exact enough: a sum of ones is 0 or at least 1 in it.
     exact = torch.float16 if is_waited_for(valid.device) else torch.float32
     over = over.to(exact)
     start = valid[:, None].to(exact)  # (G, 1, K)
-    keep = start
-    settled = False
     with torch.autocast(valid.device.type, enabled=False):  # which would copy `over` in each round
-        while not settled:
-            for _ in range(trust.rounds if trust else ROUNDS_BEFORE_CHECK):
-                before = keep
-                # A box minus the kept boxes that suppress it: 1 if it is kept, else 0 or less.
-                keep = torch.baddbmm(start, keep, over, alpha=-1).clamp(min=0)
-                if not is_waited_for(keep.device) and torch.equal(before, keep):
-                    break
-            unsettled = (before != keep).any()
-            if trust:
-                trust.doubts.append(unsettled)
-                break
-            settled = not unsettled
+        if limit is None:
+            keep, changed = _rounds(start, start, over, ROUNDS_BEFORE_CHECK)
+            while changed:  # the host waits for the device
+                keep, changed = _rounds(keep, start, over, ROUNDS_BEFORE_CHECK)
+        else:
+            keep, changed = _rounds(start, start, over, limit.rounds)
+            limit.not_enough.append(changed)
     return keep[:, 0] > 0
 
 
-def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
+def _rounds(keep: Tensor, start: Tensor, over: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Make `count` rounds; return which boxes are kept then, and whether the last round changed that (0-dim bool).
+
+    keep, start: (G, 1, K), 1 for the boxes that are kept so far, and for all boxes, else 0. over: (G, K, K) of 0 and 1.
+    """
+    for _ in range(count):
+        before = keep
+        # A box minus the kept boxes that suppress it: 1 if it is kept, else 0 or less.
+        keep = torch.baddbmm(start, before, over, alpha=-1).clamp(min=0)
+        if not is_waited_for(keep.device) and torch.equal(before, keep):
+            break
+    return keep, (before != keep).any()
+
+
+def repeated_until_enough(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
     """Call `compute`, which returns tensors and anything else; return both, with the tensors copied to the CPU.
 
     The host waits for the device only once, for the copy. NMS inside `compute` first assumes that few boxes and few
@@ -217,16 +228,15 @@ def settled(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[
     last with a synchronisation after every few rounds.
     """
     for rounds, width in ((ROUNDS_BEFORE_CHECK, USUAL_GROUP), (4 * ROUNDS_BEFORE_CHECK, MAX_GROUP)):
-        trust = SuppressionTrust(rounds, width, [])
-        token = _trust.set(trust)
+        limit = RoundLimit(rounds, width, [])
+        token = _limit.set(limit)
         try:
             tensors, rest = compute()
         finally:
-            _trust.reset(token)
-        values = to_host([*tensors, *trust.doubts])
+            _limit.reset(token)
+        values = to_host([*tensors, *limit.not_enough])
         results = values[: len(tensors)]
-        doubts = values[len(tensors) :]
-        if not any(doubts):
+        if not any(values[len(tensors) :]):
             return results, rest
     tensors, rest = compute()
     return to_host(tensors), rest

@@ -331,23 +331,35 @@ def rt_detr_config(
             entries["freeze_backbone_batch_norms"] = freeze == "norms"
         frozen = entries.get("freeze_backbone_batch_norms", True)
         return config_class.from_dict(entries), "norms" if frozen else "none"
-    name = name or backbone["backbone"]
     freeze = freeze or ("norms" if backbone.get("freeze_batch_norm_2d") else "none")
-    if name == backbone.get("backbone") and backbone.get("out_indices"):
-        out_indices = backbone["out_indices"]
+    strides = entries.get("feat_strides", RT_DETR_STRIDES)
+    # timm freezes the norms, with their activations; see backbones.py
+    entries |= {
+        "backbone_config": _timm_backbone(name or backbone["backbone"], backbone, strides, freeze != "none", kind),
+        "freeze_backbone_batch_norms": False,
+    }
+    return config_class.from_dict(entries), freeze
+
+
+def _timm_backbone(
+    name: str, source: Mapping[str, Any], strides: Sequence[int], frozen_norms: bool, kind: str
+) -> TimmBackboneConfig:
+    """Return the config of a timm backbone that gives maps of these strides.
+
+    source: config of the backbone in the source; if it is this backbone, its choice of maps is kept. kind: name of the
+    detector, for the message of the BadInput that is raised if the backbone does not have the strides.
+    """
+    if name == source.get("backbone") and source.get("out_indices"):
+        out_indices = source["out_indices"]
     else:
-        strides = entries.get("feat_strides", RT_DETR_STRIDES)
         needed = f"{kind} needs feature maps of stride {', '.join(map(str, strides[:-1]))} and {strides[-1]}"
         out_indices = _indices(name, strides, needed)
-    # timm freezes the norms, with their activations; see backbones.py
-    frozen = freeze != "none"
-    entries["backbone_config"] = TimmBackboneConfig(
+    return TimmBackboneConfig(
         backbone=name,
         out_indices=out_indices,
-        freeze_batch_norm_2d=frozen,
+        freeze_batch_norm_2d=frozen_norms,
         output_stride=None,
     )
-    return config_class.from_dict(entries | {"freeze_backbone_batch_norms": False}), freeze
 
 
 def _check_own_backbone(kind: str, backbone: str | None, pretrained: bool | str | None, freeze: str | None) -> None:

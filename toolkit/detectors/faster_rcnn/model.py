@@ -44,7 +44,7 @@ from toolkit.detectors.faster_rcnn.options import TwoStageOptions
 from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, clip, limits_whwh
 from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.detector import Detector
-from toolkit.models.nms import class_wise_nms, settled, top_k_rows
+from toolkit.models.nms import class_wise_nms, repeated_until_enough, top_k_rows
 from toolkit.models.pasted_masks import masks_in_boxes
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
@@ -597,7 +597,7 @@ def of_one_class_each(
         found = (best > 0).sum(1)
         return [found, chosen], columns
 
-    (found_on_host, boxes_on_host), columns = settled(select)
+    (found_on_host, boxes_on_host), columns = repeated_until_enough(select)
     found = found_on_host.tolist()
     detections = first_rows(found, columns)
     copies = first_rows(found, {"boxes": boxes_on_host})

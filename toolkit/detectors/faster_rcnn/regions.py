@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.base.batch import image_of_each, rows_of, send
-from toolkit.models.nms import settled, sorted_nms
+from toolkit.models.nms import repeated_until_enough, sorted_nms
 from toolkit.models.roi_align import pooled_regions
 
 MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
@@ -99,7 +99,7 @@ def best_proposals(
         counts = keep.sum(1).clamp(max=after)
         return [counts, best], best
 
-    (counts, best_on_host), best = settled(select)
+    (counts, best_on_host), best = repeated_until_enough(select)
     counts = counts.tolist()
     proposals = [rows[:count] for rows, count in zip(best, counts, strict=True)]
     proposals_on_host = [rows[:count] for rows, count in zip(best_on_host, counts, strict=True)]

@@ -390,7 +390,8 @@ def sample_detected_boxes(
     ious = iou_plus_one(true_boxes_xyxy[:, None], boxes_xyxy[None])  # (m, n)
     match = (true_labels[:, None] == labels[None]) & (ious > fg_iou)
     subject, obj = relations.nonzero().unbind(1)
-    both = match[subject][:, :, None] & match[obj][:, None, :]  # (relations, n, n)
+    # (relations, n, n): whether detections i and j stand for the subject and for the object of a relation
+    both = match[subject][:, :, None] & match[obj][:, None, :]
     either = both.any(0)
     related = either | either.T
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
@@ -469,8 +470,10 @@ def _draw_per_group(group: Tensor, weight: Tensor, count: int, generator: Genera
     """
     drawn = torch.empty(len(group)).exponential_(generator=generator)
     clock = drawn.to(weight) / weight
+    # Rows of groups 1, 0, 1 with clocks 0.3, 0.1, 0.2 are 1, 2, 0 by clock, and 1, 2, 0 by group, then by clock. The
+    # groups have 1 and 2 rows and start at 0 and 1, so the positions are 0; 0, 1: with count 1, rows 1 and 2 are kept.
     order = clock.argsort()
-    order = order[group[order].argsort(stable=True)]  # by group, then by clock
+    order = order[group[order].argsort(stable=True)]
     sizes = torch.bincount(group)
     starts = sizes.cumsum(0) - sizes
     position = torch.arange(len(group), device=group.device) - starts[group[order]]  # in the group

@@ -58,38 +58,49 @@ class FasterRcnnGraph(PixelsToBoxes):
 
     def _proposals(self, features, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return P boxes per image (B, P, 4) of the first stage, best first, and their objectness (B, P), 0 in empty
-        rows."""
-        detector = self.detector
-        rpn = self.detector.rpn
-        anchors, logits, deltas, per_level = detector._predict_anchors(features)
-        limit = rpn.pre_nms_top_n()
+        rows. P is the largest number of proposals, however many there are."""
+        anchors, logits, deltas, per_level = self.detector._predict_anchors(features)
         kept = []
         start = 0
         for number in per_level:
             of_level = slice(start, start + number)
             start = start + number
-            scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)  # a small map has fewer anchors
-            scores, rows = scores.topk(limit, dim=1)
-            rows = rows.clamp(max=number - 1)
-            moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
-            boxes = rpn.box_coder.decode_single(
-                moved.flatten(0, 1),
-                anchors[of_level][rows].flatten(0, 1),
-            )
-            boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
-            scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
-            scores = scores.where(scores >= rpn.score_thresh, 0)
-            keep = nms_keep(boxes, scores, rpn.nms_thresh)
-            kept.append((boxes, scores.where(keep, 0)))
+            kept.append(self._proposals_of_level(anchors, logits, deltas, of_level, number, sizes))
         boxes, scores = (torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))
-        count = min(rpn.post_nms_top_n(), scores.shape[1])
-        boxes, scores, _ = best(
-            boxes,
-            scores,
-            torch.zeros_like(scores, dtype=torch.int64),
-            count,
-        )
+        count = min(self.detector.rpn.post_nms_top_n(), scores.shape[1])
+        no_labels = torch.zeros_like(scores, dtype=torch.int64)
+        boxes, scores, _ = best(boxes, scores, no_labels, count)
         return boxes, scores
+
+    def _proposals_of_level(
+        self, anchors: Tensor, logits: Tensor, deltas: Tensor, of_level: slice, number: int, sizes: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return K boxes per image (B, K, 4) of the anchors of one map, and their objectness (B, K), 0 in empty rows
+        and for suppressed boxes. K is `pre_nms_top_n`, however small the map is.
+
+        Args:
+            anchors, logits, deltas: of all maps, see `_predict_anchors` of `FasterRCNN`.
+            of_level, number: which rows are of this map, and how many.
+            sizes: (B, 2) height and width of the images.
+        """
+        rpn = self.detector.rpn
+        limit = rpn.pre_nms_top_n()
+        # The number of anchors is known at run time only, and topk refuses to take more than there are. So K rows are
+        # appended that lose against every anchor. Of 12 anchors and K = 1000, topk takes the rows 0 to 11, and 988 of
+        # the rows 12 to 1011. These are then replaced by row 11, which exists; their score is sigmoid(-inf) = 0.
+        scores = pad(logits[:, of_level], (0, limit), value=-torch.inf)
+        scores, rows = scores.topk(limit, dim=1)
+        rows = rows.clamp(max=number - 1)
+        moved = deltas[:, of_level].gather(1, rows[..., None].expand(-1, -1, 4))
+        boxes = rpn.box_coder.decode_single(
+            moved.flatten(0, 1),
+            anchors[of_level][rows].flatten(0, 1),
+        )
+        boxes = clip_boxes(boxes.reshape(-1, limit, 4), sizes)
+        scores = scores.sigmoid().where(_large(boxes, rpn.min_size), 0)
+        scores = scores.where(scores >= rpn.score_thresh, 0)
+        keep = nms_keep(boxes, scores, rpn.nms_thresh)
+        return boxes, scores.where(keep, 0)
 
 
 def pool_where(pool: MultiScaleRoIAlign, features, boxes: Tensor, real: Tensor) -> Tensor:

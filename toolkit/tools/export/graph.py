@@ -85,6 +85,7 @@ def best(boxes: Tensor, scores: Tensor, labels: Tensor, count: int, *grids: Tens
     boxes are (B, K, 4), scores and labels (B, K), grids (B, K, h, w). Exporters have no stable sort, so the order of
     equal scores depends on the runtime.
     """
+    # topk needs at least `count` rows. If K is known at run time only, `count` empty ones are enough in any case.
     more = max(0, count - scores.shape[1]) if isinstance(scores.shape[1], int) else count
     boxes = pad(boxes, (0, 0, 0, more))
     scores = pad(scores, (0, more))

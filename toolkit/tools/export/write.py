@@ -73,19 +73,15 @@ def export_detector(
     top_k = top_k or max(MIN_TOP_K, kept)
     graph = make_graph(detector, top_k)
     architecture = detector.options["architecture"]
-    stride = graph.detector.stride
     say(f"tracing {architecture} with torch.export")
-    height, width = trace_hw(graph.sides, stride, size, architecture)
-    if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
-        graph.sides = "fixed"
-        say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
-    program = trace(graph, (height, width), grid_sample)
+    size_hw = _checked_hw(graph, size, architecture, say)
+    program = trace(graph, size_hw, grid_sample)
     about = ExportMetadata(
         architecture,
         categories,
         size,
         graph.sides,
-        stride,
+        graph.detector.stride,
         score_threshold,
         top_k,
         without_machine(source),
@@ -94,6 +90,18 @@ def export_detector(
         white=white,
     )
     return _write(program, Path(folder), formats, about, say), graph
+
+
+def _checked_hw(
+    graph: PixelsToBoxes, size: Mapping[str, int] | None, architecture: str, say: Callable[[str], None]
+) -> tuple[int, int]:
+    """Return the (height, width) to trace with. If it is too small for a function of several sizes, change `sides` of
+    the function to "fixed", and say so."""
+    height, width = trace_hw(graph.sides, graph.detector.stride, size, architecture)
+    if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
+        graph.sides = "fixed"
+        say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
+    return height, width
 
 
 def _write(

@@ -71,6 +71,20 @@ def diagnose(model: nn.Module, run_window: RunWindow, scale: float = 1.0) -> dic
     return finding
 
 
+def find_cause(model: nn.Module, run_window: RunWindow, batches: Sequence[Batch], scale: float) -> dict:
+    """Return the finding of `diagnose` with a further entry `batch`, the names of non-finite tensors in the batches. If
+    there are any, `where` is "batch".
+
+    batches: of the window. A window with non-finite boxes is not run, because pooling at an infinite box may end the
+    process. For the other arguments see `diagnose`.
+    """
+    finding = diagnose(model, run_window, scale) if boxes_finite(batches) else nothing_found()
+    finding["batch"] = nonfinite_names(batches)
+    if finding["batch"]:
+        finding["where"] = "batch"
+    return finding
+
+
 def replay(
     detector: nn.Module,
     report: Facts,
@@ -94,12 +108,7 @@ def replay(
         return nothing_found() | {"where": "rate", "batch": [], "lacking": [], "reproduced": True}
     if report["where"] == "state":
         return _look_at_state(detector, report["nonfinite_state"], tensors or {})
-    finding = nothing_found()
-    if boxes_finite(batches):
-        finding = diagnose(detector.train(), run_window, float(report.get("scale") or 1.0))
-    finding["batch"] = nonfinite_names(batches)
-    if finding["batch"]:
-        finding["where"] = "batch"
+    finding = find_cause(detector.train(), run_window, batches, float(report.get("scale") or 1.0))
     same = ("where", "first_nonfinite_module", "kind", "nonfinite_gradients")
     # "unknown": the additions of the script were not run again then
     same_place = report["where"] == "unknown" or all(finding[key] == report[key] for key in same)

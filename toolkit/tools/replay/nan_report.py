@@ -20,9 +20,16 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import gather_objects, world
 from toolkit.base.errors import BadInput
-from toolkit.step.guard import NanGuard, boxes_finite
+from toolkit.step.guard import NanGuard
 from toolkit.step.optim import drop_gradients
-from toolkit.tools.replay.diagnosis import Facts, RunWindow, describe_finding, diagnose, nonfinite_names, nothing_found
+from toolkit.tools.replay.diagnosis import (
+    Facts,
+    RunWindow,
+    describe_finding,
+    find_cause,
+    nonfinite_names,
+    nothing_found,
+)
 
 EXTRA_FILE = "extra.pt"
 STATE_TENSORS_FILE = "state.safetensors"
@@ -84,13 +91,11 @@ def investigate(
     tensors = {name: _plain(tensor) for name, tensor in (tensors or {}).items()}
     guard.restore(model)
     drop_gradients(model)
-    finding = nothing_found() | (stated or {})
-    if stated is None and boxes_finite(batches):  # pooling at an infinite box may end the process
-        finding = diagnose(model, run_window, float(context.get("scale") or 1.0))
+    if stated is None:
+        finding = find_cause(model, run_window, batches, float(context.get("scale") or 1.0))
         guard.restore(model)
-    finding["batch"] = nonfinite_names(batches)
-    if finding["batch"] and stated is None:
-        finding["where"] = "batch"
+    else:
+        finding = nothing_found() | stated | {"batch": nonfinite_names(batches)}
     where_by_rank = gather_objects(finding["where"])
     broken_ranks = [r for r, where in enumerate(where_by_rank) if where != "unknown"] or [0]
     path = None
