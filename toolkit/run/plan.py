@@ -364,27 +364,23 @@ class Plan:
         """Adapt length and schedule after `step` updates, if the script has changed the accumulation."""
         if self.accumulation == self._reckoned_with:
             return []
-        return self._adapt(step, self.sampler.state_dict(), keep_schedule=True)
+        return self._retime(step, self.sampler.state_dict(), keep_schedule=True)
 
-    def _adapt(self, step: int, sampler_before: Mapping, keep_schedule: bool) -> list[str]:
-        """Adapt length and schedule to the present batches and accumulation, and reckon with these from now on."""
-        accumulation_before = self._reckoned_with
-        self._reckoned_with = self.accumulation
-        return self._retime(step, sampler_before, accumulation_before, keep_schedule)
-
-    def _retime(self, step: int, sampler_before: Mapping, before: tuple[int, int], keep_schedule: bool) -> list[str]:
+    def _retime(self, step: int, sampler_before: Mapping, keep_schedule: bool) -> list[str]:
         """Set length and schedule so that the run ends at the same place in the data as planned before.
 
-        This is for a run whose optimizer steps now see another number of images.
+        This is for a run whose optimizer steps now see another number of images, because of other batches or another
+        accumulation.
 
         Args:
             step: optimizer steps made so far.
             sampler_before: state of the sampler with the previous batches.
-            before: the previous `accumulation`.
             keep_schedule: True: adapt the present length and schedule; False: use those of this command.
         """
         sampler = self.sampler
+        before = self._reckoned_with
         now = self.accumulation
+        self._reckoned_with = now
         world_size = sampler_before["world_size"]
         batch_size = sampler_before["batch_size"]
         images_before = _images_of_a_step(world_size * batch_size, *before)
@@ -457,7 +453,7 @@ class Plan:
             if self.budget.is_used_up:
                 self.total_steps = step
                 self.limit = "run.max_minutes"
-        return self._adapt(step, sampler_before, self.follows_checkpoint)
+        return self._retime(step, sampler_before, self.follows_checkpoint)
 
     def _take_up_schedule(self, state: Mapping) -> None:
         self.schedule.load_state_dict(state["schedule"])

@@ -314,7 +314,8 @@ class _Feed:
         self._sent = {kind: int(step) for kind, step in state.get("sent", {}).items()}  # kind of row -> last step
         self._was_closed = state.get("finished", False)
         self._closed = False
-        self.tracker.run_id, self.tracker.notes = state.get("run_id"), dict(state.get("notes", {}))
+        self.tracker.run_id = state.get("run_id")
+        self.tracker.notes = dict(state.get("notes", {}))
 
     def start(self, about: RunDescription, data: Mapping[str, DataFacts]) -> None:
         self.call(lambda tracker: tracker.start(self.folder, about, self._is_new, self._was_closed))

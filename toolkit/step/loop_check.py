@@ -58,7 +58,8 @@ class LoopCheck:
         self._nested = 0  # PyTorch calls the hooks once more if `step` of a subclass calls that of its class
         self._handed_out: list[tuple[Mapping, int]] = []  # targets of the micro-batch, with their numbers of boxes
         self._had_gradients = False  # before the micro-batch
-        self._others: dict[int, str | None] = {}
+        self._others: dict[int, str] = {}  # optimizers that are not registered: id -> in words
+        self._told_others: set[int] = set()
         self._versions: int | None = None  # of the parameters, after the last update
         self.warned: set[str] = set()
 
@@ -254,9 +255,9 @@ class LoopCheck:
 
     def new_others(self) -> list[str]:
         """Return descriptions of the optimizers recorded since the last call."""
-        new = {key: words for key, words in self._others.items() if words}
-        self._others |= dict.fromkeys(new)
-        return sorted(new.values())
+        new = self._others.keys() - self._told_others
+        self._told_others |= new
+        return sorted(self._others[key] for key in new)
 
 
 def _count_changes(model: nn.Module) -> int:
