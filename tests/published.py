@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from toolkit.detectors.detr.sizes import DEIMV2_SIZES, ECDET_SIZES
 from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.names import renamed
@@ -32,6 +33,48 @@ def numbers(name: str, shape) -> torch.Tensor:
     else:
         values = rng.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
     return torch.from_numpy(np.asarray(values, np.float32))
+
+
+def narrowed(entries: dict, width: int, ffn_dims: tuple[int, int], **others) -> dict:
+    """A published size with other widths, of encoder and decoder and of their feed-forward layers."""
+    levels = entries["num_feature_levels"]
+    backbone = entries["backbone_config"] | others.pop("vit", {})
+    maps = entries["encoder_in_channels"] if backbone["model_type"] == "hgnet_v2" else [width] * levels
+    widths = {
+        "encoder_in_channels": maps,
+        "encoder_hidden_dim": width,
+        "encoder_ffn_dim": ffn_dims[0],
+        "d_model": width,
+        "decoder_ffn_dim": ffn_dims[1],
+        "decoder_in_channels": [width] * levels,
+    }
+    return entries | widths | others | {"backbone_config": backbone}
+
+
+def vit(width: int, ffn: int, heads: int) -> dict:
+    return {"hidden_size": width, "intermediate_size": ffn, "num_attention_heads": heads}
+
+
+THREE_LAYERS = {"num_hidden_layers": 3, "out_indices": [2, 3]}
+SMALL_DEIMV2 = {
+    "atto": narrowed(DEIMV2_SIZES["atto"], 48, (64, 64)),
+    "n": narrowed(DEIMV2_SIZES["n"], 48, (64, 64)),
+    "s": narrowed(DEIMV2_SIZES["s"], 64, (64, 96), decoder_layers=2, spatial_tuning_adapter_inplanes=8,
+                  vit=vit(64, 256, 1)),
+    "x": narrowed(DEIMV2_SIZES["x"], 48, (64, 96), decoder_layers=2, spatial_tuning_adapter_inplanes=8,
+                  vit=vit(128, 512, 2)),
+}  # fmt: skip
+SMALL_ECDET = {
+    "s": narrowed(ECDET_SIZES["s"], 64, (48, 48), decoder_layers=3, vit=vit(64, 256, 1) | THREE_LAYERS),
+    "l": narrowed(ECDET_SIZES["l"], 32, (48, 40), decoder_layers=3, vit=vit(64, 384, 2) | THREE_LAYERS),
+}
+
+
+def with_small_sizes(monkeypatch) -> None:
+    """Let published sizes be as narrow as the models that the numbers in `tests/data/weights` are of."""
+    for sizes, small in ((DEIMV2_SIZES, SMALL_DEIMV2), (ECDET_SIZES, SMALL_ECDET)):
+        for size, entries in small.items():
+            monkeypatch.setitem(sizes, size, entries)
 
 
 def pixels(*shape) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from published import published
+from published import published, with_small_sizes
 from safetensors.torch import save_file
 from small_detectors import CATEGORIES, batch_of, build, run, small, wake
 from transformers import Deimv2Config, Deimv2ForObjectDetection
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.deimv2 import as_its_program_
-from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, size_config
+from toolkit.detectors.detr.sizes import DEIMV2_SIZES
 from toolkit.detectors.detr.weights_deimv2 import DEIMV2, vit_names
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.models.final import load_detector_folder
@@ -25,7 +25,7 @@ LEARNING = {"atto": 508983, "femto": 983943, "pico": 1539537, "n": 3600419, "s":
 @pytest.mark.parametrize("size", DEIMV2_SIZES)
 def test_a_size_has_as_many_weights_as_the_program_s(size):
     with torch.device("meta"):
-        config = Deimv2Config.from_dict(size_config(size) | {"num_labels": 80})
+        config = Deimv2Config.from_dict(DEIMV2_SIZES[size] | {"num_labels": 80})
         model = Deimv2ForObjectDetection(config)
         as_its_program_(model)
     assert sum(weight.numel() for weight in model.parameters() if weight.requires_grad) == LEARNING[size]
@@ -57,7 +57,8 @@ def test_the_program_s_decoder_is_saved_and_loaded_in_our_own_format(tmp_path):
     assert (ours["logits"] - other["logits"]).abs().max() > 0.1  # transformers computes something else
 
 
-def test_files_of_the_trainer_and_of_the_hub_are_opened(tmp_path):
+def test_files_of_the_trainer_and_of_the_hub_are_opened(tmp_path, monkeypatch):
+    with_small_sizes(monkeypatch)
     state, _ = published("deimv2_atto", {"num_points_scale": torch.tensor([0.25] * 4 + [0.5] * 2),
                                          "up": torch.tensor([0.5]), "reg_scale": torch.tensor([4.0])})  # fmt: skip
     other = {name: tensor + 1 for name, tensor in state.items()}
@@ -68,7 +69,7 @@ def test_files_of_the_trainer_and_of_the_hub_are_opened(tmp_path):
     files = [open_pretrained(str(tmp_path / name)) for name in ("a.pth", "model.safetensors")]
     for file in files:
         assert file.architecture == "deimv2" and file.options["original"] and len(file.class_names) == 80
-        assert file.size == {"height": 96, "width": 96} and "300 queries" in file.notes[0]
+        assert file.size == {"height": 96, "width": 96} and file.options["size"] == "atto"
     assert all(tensor.equal(files[1].tensors[name]) for name, tensor in files[0].tensors.items())
     opened = open_own_detector(tmp_path / "model.safetensors")
     assert opened.size == files[0].size and opened.detector.original
@@ -90,7 +91,7 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(BadInput, match=r"model.pretrained_backbone: the model comes with a backbone of its own"):
         build("deimv2", size="n", pretrained_backbone=True)
     with pytest.raises(BadInput, match=r"model.size s: the pretrained model has another one"):
-        build("deimv2", size="s", source_config=size_config("n"))
+        build("deimv2", size="s", source_config=DEIMV2_SIZES["n"])
     state, _ = published("rfdetr_nano")
     with pytest.raises(BadInput, match=r"rf-detr-large.pth: the large RF-DETR of 2025 with two feature maps"):
         fitting(RF_DETR, state | {"backbone.0.projector.stages.1.0.cv1.conv.weight": None}, "rf-detr-large.pth")

@@ -9,14 +9,14 @@ import json
 
 import pytest
 import torch
-from published import pixels, published
+from published import pixels, published, with_small_sizes
 from safetensors.torch import save_file
 from small_detectors import CATEGORIES, batch_of, build, run, small, wake
 from transformers import Deimv2ForObjectDetection
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.ecdet import EcdetConfig, as_ecdet_
-from toolkit.detectors.detr.ecdet_sizes import ECDET_SIZES, size_config
+from toolkit.detectors.detr.sizes import ECDET_SIZES
 from toolkit.detectors.detr.weights_ecdet import ECDET, ecvit_names
 from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.pretrained import open_pretrained
@@ -35,7 +35,7 @@ SIDE = 96
 @pytest.mark.parametrize("size", ECDET_SIZES)
 def test_a_size_has_as_many_weights_as_the_program_s(size):
     with torch.device("meta"):
-        model = Deimv2ForObjectDetection(EcdetConfig.from_dict(size_config(size) | {"num_labels": 80}))
+        model = Deimv2ForObjectDetection(EcdetConfig.from_dict(ECDET_SIZES[size] | {"num_labels": 80}))
         as_ecdet_(model)
     assert sum(weight.numel() for weight in model.parameters() if weight.requires_grad) == LEARNING[size]
 
@@ -47,7 +47,8 @@ def target(boxes, labels) -> dict:
 
 
 @pytest.mark.parametrize("size", ["s", "l"])
-def test_losses_are_those_of_the_program(size):
+def test_losses_are_those_of_the_program(size, monkeypatch):
+    with_small_sizes(monkeypatch)
     state, expected = published(f"ecdet_{size}", CONSTANTS)
     for name in state:
         if "bbox_head" in name and ".layers.2." in name:
@@ -87,7 +88,8 @@ def test_it_is_saved_and_loaded_in_our_own_format(tmp_path):
     assert ours["logits"].equal(theirs["logits"]) and ours["boxes"].equal(theirs["boxes"])
 
 
-def test_files_of_the_trainer_and_of_the_hub_are_opened(tmp_path):
+def test_files_of_the_trainer_and_of_the_hub_are_opened(tmp_path, monkeypatch):
+    with_small_sizes(monkeypatch)
     state, _ = published("ecdet_s", CONSTANTS)
     other = {name: tensor + 1 for name, tensor in state.items()}
     torch.save({"last_epoch": 3, "model": other, "ema": {"module": state, "updates": 7}}, tmp_path / "a.pth")
@@ -100,11 +102,12 @@ def test_files_of_the_trainer_and_of_the_hub_are_opened(tmp_path):
     assert files[0].tensors.keys() == files[1].tensors.keys()
     assert all(tensor.equal(files[1].tensors[name]) for name, tensor in files[0].tensors.items())
     opened = open_own_detector(tmp_path / "model.safetensors")
-    assert opened.size == files[0].size and opened.detector.resolved_options()["size"] is None
+    assert opened.size == files[0].size and opened.detector.resolved_options()["size"] == "s"
 
 
-def test_the_file_of_a_backbone_is_loaded(tmp_path, capsys):
+def test_the_file_of_a_backbone_is_loaded(tmp_path, capsys, monkeypatch):
     """As the publisher's `ecvitt.pth` has it: the names of the whole model's, without the prefix."""
+    with_small_sizes(monkeypatch)
     below, ours = "backbone.backbone.", "model.model.conv_encoder.backbone."
     state, _ = published("ecdet_s", CONSTANTS)
     alone = {name.removeprefix(below): tensor for name, tensor in state.items() if name.startswith(below)}
@@ -125,9 +128,9 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(BadInput, match=r"publisher's file of the backbone of ECDet m: ecvittplus.pth"):
         build("ecdet", size="m", pretrained_backbone=True)
     with pytest.raises(BadInput, match=r"model.size s: the pretrained model has another one"):
-        build("ecdet", size="s", source_config=size_config("m"))
+        build("ecdet", size="s", source_config=ECDET_SIZES["m"])
     with pytest.raises(BadInput, match=r"ecdet: the weights are of a 'deimv2' model"):
-        build("ecdet", source_config={**size_config("s"), "model_type": "deimv2"})
+        build("ecdet", source_config={**ECDET_SIZES["s"], "model_type": "deimv2"})
     with pytest.raises(BadInput, match=r"ecdet has no setting model.backbone"):
         build("ecdet", backbone="resnet18")
     state, _ = published("ecdet_s", CONSTANTS)

@@ -14,7 +14,7 @@ from published import pixels, published
 from small_detectors import TINY_LW_DETR, batch_of, build, run, small
 
 from toolkit.base.errors import BadInput
-from toolkit.detectors.detr.lw_detr_sizes import LW_DETR_SIZES
+from toolkit.detectors.detr.sizes import LW_DETR_SIZES
 from toolkit.detectors.detr.weights_lw_detr import LW_DETR
 from toolkit.models.weights.names import coco_by_id
 from toolkit.models.weights.pretrained import open_pretrained
@@ -146,5 +146,6 @@ def test_what_does_not_fit_is_said():
         build("lw_detr", source_config={"model_type": "detr"})
     state, _ = published("lwdetr_tiny")
     more = {name.replace("blocks.0.", "blocks.6."): tensor for name, tensor in state.items() if "blocks.0." in name}
-    with pytest.raises(BadInput, match=r"b.pth: the vision transformer has 7 blocks"):
+    deeper = r"most similar is size tiny .* unused: model.model.backbone.backbone.encoder.layer.6."
+    with pytest.raises(BadInput, match=deeper):
         fitting(LW_DETR, state | more, "b.pth")

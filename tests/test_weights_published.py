@@ -17,6 +17,7 @@ from published import (
     pixels,
     published,
     published_rcnn,
+    with_small_sizes,
 )
 from torchvision.models import detection
 
@@ -24,6 +25,7 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
+from toolkit.detectors.detr.sizes import DEIMV2_SIZES, ECDET_SIZES, LW_DETR_SIZES
 from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
 from toolkit.detectors.detr.weights_rt_detr import D_FINE, RT_DETR
@@ -35,6 +37,7 @@ from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
+from toolkit.models.weights.difference import difference
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import COCO_80, VG_150, coco_by_id, resnet_name
 from toolkit.models.weights.weight_files import fitting, open_published_weights, publishers, read_state
@@ -77,7 +80,10 @@ LEFT = re.compile(
 
 
 @pytest.mark.parametrize(("name", "publisher", "file", "points"), TRANSFORMERS, ids=[case[0] for case in TRANSFORMERS])
-def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(name, publisher, file, points):
+def test_detectors_with_transformers_predict_what_the_publisher_s_program_does(
+    name, publisher, file, points, monkeypatch
+):
+    with_small_sizes(monkeypatch)
     (reference,) = [reference for reference in index.PUBLISHERS if reference.endswith(f":{publisher}")]
     publisher = index.load(reference)
     state, expected = published(name, constants(points, 8.0 if name == "dfine_x" else 4.0))
@@ -117,6 +123,26 @@ def test_the_layer_of_rf_detr_base_behind_its_deepest_map_is_left_out_and_named(
     detector = build_detector(found.architecture, class_names=found.class_names, **found.options)
     table = map_weights(detector.state_dict(), ours)
     assert not table.new and len(table.unused) == 18 and all(".layer.11." in name for name in table.unused)
+
+
+@pytest.mark.parametrize("name", ["deimv2", "ecdet", "lw_detr"])
+def test_a_file_fits_one_published_size_alone(name):
+    sizes = {"deimv2": DEIMV2_SIZES, "ecdet": ECDET_SIZES, "lw_detr": LW_DETR_SIZES}[name]
+    states = {}
+    for size in sizes:
+        with torch.device("meta"):
+            states[size] = build_detector(name, class_names=["a"], size=size).state_dict()
+    for size, state in states.items():
+        assert [other for other in sizes if not difference(states[other], state)] == [size]
+
+
+def test_a_file_of_another_than_a_published_size_is_refused_with_all_that_differs(tmp_path):
+    state, _ = published("deimv2_s", constants([3, 6, 3]))
+    torch.save(state, tmp_path / "narrow.pth")
+    what = "narrow.pth: .* but it is none of the published sizes of deimv2; the most similar is size s"
+    differs = r"by our names: 88 missing: .*, \.\.\.; 600 of another shape: .*, \.\.\."
+    with pytest.raises(BadInput, match=rf"{what} \({differs}\); the file was cut"):
+        open_published_weights(tmp_path / "narrow.pth")
 
 
 def test_a_d_fine_with_silu_stays_so(tmp_path):

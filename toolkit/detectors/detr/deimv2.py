@@ -22,8 +22,8 @@ from transformers.models.deimv2.modeling_deimv2 import (
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import inverse_sigmoid
 from toolkit.detectors.detr.d_fine import DFine, box_heads, silu_in_
-from toolkit.detectors.detr.deimv2_sizes import DEIMV2_SIZES, VITS, size_config
 from toolkit.detectors.detr.options import Deimv2Options
+from toolkit.detectors.detr.sizes import DEIMV2_BACKBONE_FILES, DEIMV2_SIZES, size_of
 from toolkit.detectors.detr.weights_deimv2 import vit_names
 from toolkit.models.weights.backbone_file import load_publishers_file
 
@@ -55,31 +55,26 @@ class Deimv2(DFine):
         if options.size not in (None, *DEIMV2_SIZES):
             raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(DEIMV2_SIZES)}.")
         if options.size and source_config is None:
-            source_config = size_config(options.size)
-        elif options.size:
-            published = size_config(options.size)
-            if any(source_config.get(name) != published[name] for name in ENTRIES_OF_A_SIZE):
-                raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
+            source_config = copy.deepcopy(DEIMV2_SIZES[options.size])
+        elif options.size and size_of(source_config, DEIMV2_SIZES, ENTRIES_OF_A_SIZE) != options.size:
+            raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         own = copy.copy(options)  # with a backbone of its own, whose file timm does not know
-        if options.size in VITS:
+        backbone_file = DEIMV2_BACKBONE_FILES.get(options.size)
+        if backbone_file:
             own.pretrained_backbone = False
         super().__init__(class_names, own, source_config=source_config)
         self.original = options.original or options.size is not None
         self.is_of_transformers = not self.original
         if self.original:
             as_its_program_(self.model)
-        if options.size in VITS and options.pretrained_backbone:
+        if backbone_file and options.pretrained_backbone:
             file = options.pretrained_backbone
-            load_publishers_file(self._backbone(), file, vit_names, f"DEIMv2 {options.size}", VITS[options.size][3])
+            load_publishers_file(self._backbone(), file, vit_names, f"DEIMv2 {options.size}", backbone_file)
         self.used["original"] = self.original
 
     def _backbone(self) -> nn.Module:
         encoder = self.model.model.conv_encoder
         return encoder.backbone if hasattr(encoder, "backbone") else encoder.model
-
-
-def _entries(config: Mapping) -> dict:
-    return {name: config.get(name) for name in ENTRIES_OF_A_SIZE}
 
 
 def as_its_program_(model: Deimv2ForObjectDetection) -> None:

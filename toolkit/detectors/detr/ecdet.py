@@ -16,8 +16,8 @@ from transformers.models.deimv2.modeling_deimv2 import Deimv2ConvNormLayer, Deim
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.d_fine import DFine
 from toolkit.detectors.detr.deimv2 import Deimv2, as_its_program_
-from toolkit.detectors.detr.ecdet_sizes import ECDET_SIZES, size_config, size_of
 from toolkit.detectors.detr.options import EcdetOptions
+from toolkit.detectors.detr.sizes import ECDET_BACKBONE_FILES, ECDET_SIZES, size_of
 from toolkit.detectors.detr.weights_ecdet import ecvit_names
 from toolkit.models.weights.backbone_file import load_publishers_file
 
@@ -40,8 +40,8 @@ class Ecdet(DFine):
     def __init__(self, class_names: Sequence[str], options: EcdetOptions, *, source_config: Mapping | None = None):
         if source_config is None and options.size not in ECDET_SIZES:
             raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(ECDET_SIZES)}.")
-        source = source_config or size_config(options.size)
-        size = size_of(source)
+        source = source_config or copy.deepcopy(ECDET_SIZES[options.size])
+        size = size_of(source, ECDET_SIZES, ["backbone_config"])
         if options.given.get("size") not in (None, size):
             raise BadInput(f"model.size {options.size}: the pretrained model has another one; leave it out")
         own = copy.copy(options)  # the backbone is not timm's
@@ -50,7 +50,7 @@ class Ecdet(DFine):
         as_ecdet_(self.model)
         self.is_of_transformers = False
         if options.pretrained_backbone:
-            published = ECDET_SIZES[size].file if size else "there is none for this size"
+            published = ECDET_BACKBONE_FILES.get(size, "there is none for this size")
             name = f"ECDet {size or 'of another size'}"
             load_publishers_file(self._backbone(), options.pretrained_backbone, ecvit_names, name, published)
         self.used["size"] = size

@@ -1,6 +1,7 @@
 """LW-DETR (Chen et al., 2024, arXiv 2406.03459) on its own vision transformer, whose attention alternates between
 windows and the whole image: transformers' model with the losses of this toolkit."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,8 @@ from transformers import DeformableDetrImageProcessor, LwDetrConfig, LwDetrForOb
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.configuration import FOLLOW_FROM_DEPTH, handed_over, without_layers_behind_maps
 from toolkit.detectors.detr.group_detr import GroupDetr
-from toolkit.detectors.detr.lw_detr_sizes import LW_DETR_SIZES, VIT_FILES, size_of, vit_entries
 from toolkit.detectors.detr.options import LwDetrOptions
+from toolkit.detectors.detr.sizes import LW_DETR_BACKBONE_FILES, LW_DETR_SIZES, lw_detr_vit, size_of
 from toolkit.detectors.detr.weights_lw_detr import vit_names
 from toolkit.models.detector import MapTap
 from toolkit.models.weights.backbone_file import load_publishers_file
@@ -45,7 +46,7 @@ class LwDetr(GroupDetr):
         if layers in (None, vit.get("num_hidden_layers"), used.get("num_hidden_layers")):
             return entries | {"backbone_config": used}
         heads = vit["num_attention_heads"]
-        vit |= vit_entries(vit["hidden_size"], layers)
+        vit |= lw_detr_vit(vit["hidden_size"], layers)
         vit["num_attention_heads"] = heads
         for name in FOLLOW_FROM_DEPTH:
             vit.pop(name, None)
@@ -54,15 +55,15 @@ class LwDetr(GroupDetr):
     def _entries_of_size(self, values: dict[str, Any], options: LwDetrOptions) -> dict[str, Any]:
         if options.size not in LW_DETR_SIZES:
             raise BadInput(f"model.size: {options.size!r} is not one of {', '.join(LW_DETR_SIZES)}.")
-        size = LW_DETR_SIZES[options.size]
-        for name in OF_A_SIZE:
-            if name not in options.given:
-                values[name] = getattr(size, name)
-        return self._decoder_entries(values) | {
-            "backbone_config": vit_entries(size.width, values["encoder_layers"]),
-            "decoder_n_points": size.points,
-            "projector_scale_factors": size.scales,
-        }
+        size = copy.deepcopy(LW_DETR_SIZES[options.size])
+        of_user = {name: value for name, value in values.items() if name in options.given or name not in OF_A_SIZE}
+        entries = size | self._decoder_entries(of_user)
+        if "encoder_layers" in of_user:
+            entries["backbone_config"] = lw_detr_vit(
+                size["backbone_config"]["hidden_size"],
+                of_user["encoder_layers"],
+            )
+        return entries
 
     def _initialise(self, options: LwDetrOptions, source_config: Mapping | None) -> None:
         super()._initialise(options, source_config)
@@ -73,11 +74,11 @@ class LwDetr(GroupDetr):
         if file:
             vit = self.model.model.backbone.backbone
             width = vit.config.hidden_size
-            published = VIT_FILES.get(width, "there is none of this width")
+            published = LW_DETR_BACKBONE_FILES.get(width, "there is none of this width")
             load_publishers_file(vit, file, vit_names, f"LW-DETR of width {width}", published)
 
     def _size_of(self, config: LwDetrConfig) -> str | None:
-        return size_of(config.to_dict())
+        return size_of(config.to_dict(), LW_DETR_SIZES, ["backbone_config", "projector_scale_factors"])
 
     @property
     def feature_strides(self) -> list[int]:

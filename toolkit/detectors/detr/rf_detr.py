@@ -27,23 +27,14 @@ from toolkit.detectors.detr.group_detr import GroupDetr
 from toolkit.detectors.detr.mask_terms import MaskTerms, PredictedMasks
 from toolkit.detectors.detr.options import RfDetrOptions
 from toolkit.detectors.detr.rf_detr_masks import MaskHead
+from toolkit.detectors.detr.sizes import RF_DETR_SIZES, quarters
 from toolkit.models.backbones import timm_model
 from toolkit.models.detector import MapTap
 from toolkit.models.pasted_masks import masks_over_image
+from toolkit.models.weights.difference import difference
 from toolkit.models.weights.names import count, pairs, renamed, split_attention
 
-# (patch size in pixels, windows a side, depths of the maps, side of the positions in pixels), and decoder layers: those
-# of roboflow/rf-detr, rfdetr/config.py. Its larger sizes have another licence, its large of 2025 another pyramid. The
-# depths count the 12 layers of DINOv2 from 1; layers behind the last of them are not built.
-RF_DETR_SIZES = {
-    "nano": ((16, 2, [3, 6, 9, 12], 384), 2),
-    "small": ((16, 2, [3, 6, 9, 12], 512), 3),
-    "medium": ((16, 2, [3, 6, 9, 12], 576), 4),
-    "large": ((16, 2, [3, 6, 9, 12], 704), 4),
-    "base": ((14, 4, [2, 5, 8, 11], 518), 3),
-}
-PUBLISHED_MAPS = [depths for (_, _, depths, _), _ in RF_DETR_SIZES.values()]
-BACKBONE_KEYS = ("patch_size", "num_windows", "out_indices", "image_size")
+PUBLISHED_MAPS = [size["backbone_config"]["out_indices"] for size in RF_DETR_SIZES.values()]
 TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}  # by width
 TIMM_LAYER = """
     attn.proj attention.o_proj, attn attention
@@ -83,7 +74,7 @@ class RfDetr(GroupDetr):
         values = handed_over(options, source_config)
         size = values.get("size")
         if source_config is None and "decoder_layers" not in options.given:
-            values["decoder_layers"] = RF_DETR_SIZES[size or "base"][1]
+            values["decoder_layers"] = RF_DETR_SIZES[size or "base"]["decoder_layers"]
         if "encoder_layers" not in options.given:
             values["encoder_layers"] = None
         entries = self._decoder_entries(values)
@@ -113,9 +104,9 @@ class RfDetr(GroupDetr):
 
     def _size_of(self, config: RfDetrConfig) -> str | None:
         backbone = config.backbone_config
-        built = (backbone.patch_size, backbone.num_windows, backbone.image_size)
-        for name, ((patch_size, windows, _, side), _) in RF_DETR_SIZES.items():
-            if built == (patch_size, windows, side):
+        for name, entries in RF_DETR_SIZES.items():
+            published = entries["backbone_config"]
+            if all(getattr(backbone, key) == published[key] for key in ("patch_size", "num_windows", "image_size")):
                 return name
         return None
 
@@ -220,16 +211,11 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
     tensors = renamed(split_attention(source, ".qkv."), TIMM_NAMES)
     if vit.config.out_indices in PUBLISHED_MAPS:
         tensors = _without_layers_from(tensors, vit.config.num_hidden_layers)
-    unfit = []
-    for key, tensor in tensors.items():
-        if key not in wanted or wanted[key].shape != tensor.shape:
-            unfit.append(key)
-    missing = {key for key in wanted if key.startswith("encoder.layer.")} - set(tensors)
-    if unfit or missing:
-        first = sorted([*unfit, *missing])[0]
+    found = difference(wanted, tensors, optional=r"^(?!encoder\.layer\.)")
+    if found:
         raise BadInput(
-            f"model.pretrained_backbone: {TIMM_DINOV2[width]} does not fit the model ({first} first of all); leave "
-            "depth and patch size as published, or set it to false."
+            f"model.pretrained_backbone: {TIMM_DINOV2[width]} does not fit the model ({found}); leave depth and patch "
+            "size as published, or set it to false."
         )
     vit.load_state_dict(tensors, strict=False)
 
@@ -243,21 +229,13 @@ def _without_layers_from(tensors: Mapping[str, Tensor], depth: int) -> dict[str,
 def _backbone_entry(source_config: Mapping | None, encoder_layers: int | None, size: str | None) -> dict:
     """Return the config of DINOv2 small as in this size of RF-DETR, or the source's, without layers behind the deepest
     map; other depths give maps at each quarter."""
-    published, _ = RF_DETR_SIZES[size or "base"]
-    base = {
-        "model_type": "rf_detr_dinov2",
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "num_hidden_layers": 12,
-        **dict(zip(BACKBONE_KEYS, published, strict=True)),
-    }
-    entry = dict((source_config or {}).get("backbone_config") or base)
+    published = RF_DETR_SIZES[size or "base"]["backbone_config"]
+    entry = copy.deepcopy(dict((source_config or {}).get("backbone_config") or published))
     used = without_layers_behind_maps(entry)
     if encoder_layers in (None, entry.get("num_hidden_layers"), used.get("num_hidden_layers")):
         return used
     for name in FOLLOW_FROM_DEPTH:
         entry.pop(name, None)
-    quarters = {max(1, round(encoder_layers * part / 4)) for part in (1, 2, 3, 4)}
     entry["num_hidden_layers"] = encoder_layers
-    entry["out_indices"] = sorted(quarters)
+    entry["out_indices"] = quarters(encoder_layers)
     return entry

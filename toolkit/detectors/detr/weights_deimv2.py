@@ -1,31 +1,24 @@
 """Weights of Intellindust-AI-Lab/DEIMv2, which become a `deimv2`: `deimv2_hgnetv2_atto_coco.pth` to
 `deimv2_dinov3_x_coco.pth`, and the `model.safetensors` of the publisher's models on the hub."""
 
+import copy
 import math
 import re
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from toolkit.detectors.detr.deimv2_sizes import (
-    DEIMV2_SIZES,
-    DEPTHS,
-    EXPANSIONS,
-    common_entries,
-    size_config,
-    vit_entries,
-)
+from toolkit.detectors.detr.sizes import DEIMV2_SIZES
 from toolkit.detectors.detr.weights_rt_detr import (
     COPIES,
     CSP_PLACES,
     DOWNSAMPLE,
     PROJECTIONS_AND_HEADS,
-    hgnet_entries,
+    check_points,
     hgnet_names,
 )
 from toolkit.models.weights.names import (
     Description,
-    IncompleteWeights,
     Publisher,
     copied,
     count,
@@ -35,12 +28,10 @@ from toolkit.models.weights.names import (
     positive_number,
     renamed,
     required,
-    required_count,
     split_attention,
 )
 
 LITE = "encoder.bi_fusion.cv.conv.weight"
-ADAPTER = "backbone.sta.stem.0.weight"
 ENCODER = "model.model.conv_encoder"
 LEFT_OUT = (
     r"(bias_mask|rope_embed\.periods|mask_token)$|"
@@ -132,79 +123,25 @@ def box_constant(state: Mapping[str, Tensor], name: str) -> Tensor:
     return state[stored]
 
 
-def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
-    state = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
-    lite = LITE in state
-    block = "encoder.fpn_block" if LITE in state else "encoder.fpn_blocks.0"
-    points = points_by_level(state, "decoder.decoder.layers.0.cross_attn.num_points_scale")
-    levels = len(points)
-    encoder = len(required(state, f"{block}.cv4.conv.weight", 4))
-    ffn = required(state, "decoder.decoder.layers.0.swish_ffn.w12.weight", 2)
-    queried = required(state, "decoder.query_pos_head.layers.2.bias", 1)
-    has_own_ffn = "encoder.encoder.0.layers.0.linear1.weight" in state
-    own_ffn = required(state, "encoder.encoder.0.layers.0.linear1.weight", 2) if has_own_ffn else ffn
-    inner = len(required(state, f"{block}.cv3.0.bottlenecks.0.conv1.conv.weight", 4))  # round(expansion * width // 2)
-    blocks = count(state, f"{block}.cv2.0.bottlenecks")
-    vit = ADAPTER in state
-    backbone = _vit(state) if vit else hgnet_entries(state, 1 if lite else levels)
-    first_head = required(state, "decoder.dec_bbox_head.0.layers.0.weight", 2)
-    second_head = state.get("decoder.dec_bbox_head.1.layers.0.weight")
-    maps = [encoder] * 3
-    if not vit:
-        maps = [backbone["hidden_sizes"][i - 1] for i in backbone["out_indices"]]
-    in_decoder = "decoder.input_proj.0.conv.weight"
-    projected = required(state, in_decoder, 4) if in_decoder in state else queried[None]
-    expansion = next((known for known in EXPANSIONS if round(known * encoder // 2) == inner), None)
-    config = common_entries(levels, lite) | {
-        "backbone_config": backbone,
-        "encoder_in_channels": maps,
-        "encoder_hidden_dim": encoder,
-        "d_model": len(queried),
-        "encoder_ffn_dim": len(own_ffn),
-        "decoder_ffn_dim": len(ffn),
-        "encoder_layers": count(state, "encoder.encoder.0.layers"),
-        "decoder_in_channels": [projected.shape[1]] * levels,
-        "decoder_layers": required_count(state, "decoder.decoder.layers"),
-        "decoder_n_points": points,
-        "hidden_expansion": expansion or (2 * inner + 0.5) / encoder,
-        "depth_mult": DEPTHS.get(blocks, blocks / 3),
-        "encoder_has_trailing_conv": f"{block}.cv2.1.conv.weight" in state,
-        "use_gateway": "decoder.decoder.layers.0.gateway.gate.weight" in state,
-        "share_bbox_head": second_head is None or first_head.equal(second_head),
-        "spatial_tuning_adapter_inplanes": len(required(state, ADAPTER, 4)) if vit else 16,
-    }
-    structure = _structure(config)
-    size = next((size for size in DEIMV2_SIZES if _structure(size_config(size)) == structure), None)
-    config |= {
-        "num_queries": DEIMV2_SIZES[size][5] if size else 300,
-        "reg_scale": float(box_constant(state, "reg_scale")),
-        "up": float(box_constant(state, "up")),
-        "max_num_bins": len(required(state, "decoder.dec_bbox_head.0.layers.2.bias", 1)) // 4 - 1,
-    }
-    notes = [] if size else ["not one of the published sizes: 300 queries, unless --model.num_queries says otherwise"]
-    options = {"source_config": config, "original": True, "size": size}
-    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
-    return [Description("deimv2", options, classes, notes, image_side(state, config["feat_strides"]))]
+def descriptions(
+    state: Mapping[str, Tensor], architecture: str, sizes: Mapping[str, Mapping], **options
+) -> list[Description]:
+    """Describe the published sizes of DEIMv2 or ECDet with the classes and constants of a file. options: others than
+    the source config.
 
-
-def _structure(config: Mapping) -> dict:
-    """Return the part of a config that the tensors determine."""
-    return {**config, "num_queries": None, "depth_mult": round(3 * config["depth_mult"])}
-
-
-def points_by_level(state: Mapping[str, Tensor], name: str) -> list[int]:
-    """Return the number of points of each level from the tensor of this name, which holds 1 / points for each point.
-
-    Raises IncompleteWeights if it does not.
+    Raises:
+        IncompleteWeights: the file does not have the constants, or no size has its numbers of points.
     """
-    values = required(state, name, 1).tolist()
-    points = [round(1 / value) if value > 1e-6 else 0 for value in values]
-    counts = []
-    while sum(counts) < len(points):
-        counts.append(max(points[sum(counts)], 1))
-    if [points_of_level for points_of_level in counts for _ in range(points_of_level)] != points:
-        raise IncompleteWeights(f"has {name} that does not hold 1 / points for each point of attention")
-    return counts
+    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
+    constants = {name: float(box_constant(state, name)) for name in ("up", "reg_scale")}
+    check_points(state, [entries["decoder_n_points"] for entries in sizes.values()])
+    result = []
+    for size, entries in sizes.items():
+        config = copy.deepcopy(dict(entries)) | constants
+        resized = image_side(state, config["feat_strides"])
+        about = {"source_config": config, **options}
+        result.append(Description(architecture, about, classes, size=resized, variant=f"size {size}"))
+    return result
 
 
 def image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int] | None:
@@ -217,13 +154,11 @@ def image_side(state: Mapping[str, Tensor], strides: list[int]) -> dict[str, int
     return {"height": side, "width": side} if fits else None
 
 
-def _vit(state: Mapping[str, Tensor]) -> dict:
-    """Return the config of transformers' DINOv3."""
-    block = "backbone.dinov3.blocks.0"
-    gated = f"{block}.mlp.w1.weight" in state
-    plain = "backbone.dinov3.norm.weight" not in state
-    ffn = required(state, f"{block}.mlp.{'w1' if gated else 'fc1'}.weight", 2)
-    return vit_entries(ffn.shape[1], len(ffn), plain=plain, gated=gated)
+def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
+    found = descriptions(state, "deimv2", DEIMV2_SIZES, original=True)
+    for size, description in zip(DEIMV2_SIZES, found, strict=True):
+        description.options["size"] = size
+    return found
 
 
 DEIMV2 = Publisher(

@@ -90,7 +90,8 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
         "model_type": "rf_detr",
         "backbone_config": backbone,
         "layer_norm_eps": 1e-6,
-        **decoder_entries(state, levels=1),
+        **_decoder_entries(state),
+        **query_entries(state),
     }
     options: dict[str, object] = {"source_config": config}
     if has_masks:
@@ -98,23 +99,19 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
         options["masks"] = True
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
     classes = named(len(required(state, "class_embed.bias", 1)))
-    return [Description("rf_detr", options, classes, notes, resized, layers_behind)]
+    return [Description("rf_detr", options, classes, notes, resized, needless=layers_behind)]
 
 
-def decoder_entries(state: Mapping[str, Tensor], levels: int) -> dict[str, int]:
-    """Return the config entries of the decoder and the queries of RF-DETR or LW-DETR.
-
-    levels: number of feature maps.
-    """
+def _decoder_entries(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the config entries of the decoder."""
     layer = "transformer.decoder.layers.0"
-    queries, d_model = required(state, "query_feat.weight", 2).shape
-    groups = required_count(state, "transformer.enc_output")
+    d_model = required(state, "query_feat.weight", 2).shape[1]
     heads = d_model // 16
     points = len(required(state, f"{layer}.cross_attn.attention_weights.bias", 1))
-    if heads < 2 or points < levels * heads or queries < groups:
+    if heads < 2 or points < heads:
         raise IncompleteWeights(
-            f"has {layer}.cross_attn.attention_weights.bias of {points} numbers, which do not go with "
-            f"{queries} queries of {d_model} channels in {groups} groups"
+            f"has {layer}.cross_attn.attention_weights.bias of {points} numbers, which do not go with queries of "
+            f"{d_model} channels"
         )
     return {
         "d_model": d_model,
@@ -122,7 +119,17 @@ def decoder_entries(state: Mapping[str, Tensor], levels: int) -> dict[str, int]:
         "decoder_ffn_dim": len(required(state, f"{layer}.linear1.weight", 2)),
         "decoder_self_attention_heads": heads // 2,
         "decoder_cross_attention_heads": heads,
-        "decoder_n_points": points // (levels * heads),
+        "decoder_n_points": points // heads,
+    }
+
+
+def query_entries(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the config entries of the queries of RF-DETR or LW-DETR, which are in groups."""
+    queries = len(required(state, "query_feat.weight", 2))
+    groups = required_count(state, "transformer.enc_output")
+    if queries < groups:
+        raise IncompleteWeights(f"has query_feat.weight of {queries} rows for {groups} groups of queries")
+    return {
         "group_detr": groups,
         "num_queries": queries // groups,
     }

@@ -8,13 +8,15 @@ them.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.models.weights.names import (
     Description,
+    IncompleteWeights,
     Pairs,
     Publisher,
     count,
@@ -26,6 +28,7 @@ from toolkit.models.weights.names import (
 )
 
 BODY = "model.model.backbone.model"
+POINTS = "decoder.decoder.layers.0.cross_attn.num_points_scale"
 COPIES = {"model.class_embed": "model.model.decoder.class_embed", "model.bbox_embed": "model.model.decoder.bbox_embed"}
 
 
@@ -60,6 +63,19 @@ def _transformer(first: str, second: str) -> Pairs:
         *pairs(f"{layer}, {decoder}", below=[("decoder.decoder.layers.*.", "model.model.decoder.layers.*.")]),
         *pairs(PROJECTIONS_AND_HEADS),
     ]
+
+
+def check_points(state: Mapping[str, Tensor], known: Iterable[Sequence[int]]) -> None:
+    """Raise IncompleteWeights if the decoder's attention has none of the known numbers of points in each feature map.
+
+    A file has 1 / points for each point: with 4 and 2 points in two maps, four times 0.25 and twice 0.5.
+    """
+    values = required(state, POINTS, 1)
+    for points in known:
+        expected = torch.tensor([1 / number for number in points for _ in range(number)])
+        if values.shape == expected.shape and torch.allclose(values.float(), expected):
+            return
+    raise IncompleteWeights(f"has {POINTS} that does not hold 1 / points for each point of attention")
 
 
 def _family_entries(state: Mapping[str, Tensor]) -> dict:
@@ -151,14 +167,14 @@ def _resnet() -> Pairs:
     return pairs("conv convolution, norm normalization", below=prefixes)
 
 
-POINTS = """
+POINTS_NAME = """
     decoder.decoder.layers.*.cross_attn.num_points_scale model.model.decoder.layers.*.encoder_attn.n_points_scale
 """
 RT_DETR = Publisher(
     "lyuwenyu/RT-DETR",
     _rt_detr,
     ("decoder.dec_score_head.0.weight", "backbone.res_layers.0.blocks.0.branch2a.conv.weight"),
-    [*_resnet(), *pairs(POINTS), *_transformer("mlp.fc1", "mlp.fc2")],
+    [*_resnet(), *pairs(POINTS_NAME), *_transformer("mlp.fc1", "mlp.fc2")],
     left_out=r"^decoder\.(anchors|valid_mask)$",  # which follow from the size of the images
     copies=COPIES,
 )
@@ -173,10 +189,12 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> list[Description]:
     depth_mult = 0.5
     if levels == 3:
         depth_mult = {1: 0.34, 2: 0.67, 3: 1.0}.get(bottlenecks, bottlenecks / 3)
+    points = [6, 6] if levels == 2 else [3, 6, 3]
+    check_points(state, [points])
     config = entries | {
         "model_type": "d_fine",
-        "backbone_config": hgnet_entries(state, levels),
-        "decoder_n_points": [6, 6] if levels == 2 else [3, 6, 3],
+        "backbone_config": _hgnet_entries(state, levels),
+        "decoder_n_points": points,
         "depth_mult": depth_mult,
         "reg_scale": positive_number(state, "decoder.reg_scale"),
         "up": positive_number(state, "decoder.up"),
@@ -193,7 +211,7 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> list[Description]:
     return [Description("d_fine", {"source_config": config}, classes, notes)]
 
 
-def hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
+def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
     """Return the config of transformers' HGNetV2 that these tensors belong to, with its last `levels` feature maps as
     outputs."""
     stages = [f"backbone.stages.{i}" for i in range(required_count(state, "backbone.stages"))]

@@ -230,7 +230,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     notes = [*detector.notes, note]
     classes = named(len(required(state, CLASSIFIER, 2)) - 1)
     without_our_name = f"^{re.escape(RELATION)}"
-    return [Description("scene_graph", options, classes, notes, IMAGE_SIZE, without_our_name)]
+    return [Description("scene_graph", options, classes, notes, IMAGE_SIZE, needless=without_our_name)]
 
 
 def by_our_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MAX_NAMED = 8  # tensors of a kind in a message
+MAX_NAMED = 4  # tensors of a kind in a message
 
 
 @dataclass

@@ -23,6 +23,7 @@ class Description:
         notes: sentences about facts that the file does not hold and that are assumed, with the flags to change them.
         size: the size to which the publisher's program resizes images, see `toolkit.data.pipeline.processor_size`;
             None: it is not known.
+        variant: which of several detectors of this architecture it is, for messages.
         needless: pattern of our names of tensors that the detector does not need, as one of the notes says.
     """
 
@@ -31,6 +32,7 @@ class Description:
     class_names: list[str]
     notes: list[str] = field(default_factory=list)
     size: dict[str, int] | None = None
+    variant: str = ""
     needless: str = "^$"
 
 

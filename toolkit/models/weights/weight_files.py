@@ -111,17 +111,23 @@ def fitting(publisher: Publisher, state: Mapping[str, Tensor], file: str) -> tup
         if not found:
             return description, tensors
         differences.append(found)
-    closest = min(range(len(differences)), key=lambda i: len(differences[i]))
-    size = descriptions[closest].options.get("size")
-    detector = f"{descriptions[closest].architecture} of size {size}" if size else descriptions[closest].architecture
-    raise IncompleteWeights(f"has other tensors than {detector}, under our names {differences[closest]}")
+    closest = min(range(len(differences)), key=lambda number: len(differences[number]))
+    detector = descriptions[closest]
+    what = f"has other tensors than {detector.architecture}"
+    if detector.variant:
+        what = f"is none of the published sizes of {detector.architecture}; the most similar is {detector.variant}"
+    raise IncompleteWeights(f"{what} (by our names: {differences[closest]})")
 
 
 def _state_of(description: Description) -> dict[str, Tensor]:
     """Return the state dict of a detector without values, only shapes. The generators of random numbers do not move."""
     options = {"pretrained_backbone": False, **description.options}
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        detector = build_detector(description.architecture, class_names=description.class_names, **options)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            detector = build_detector(description.architecture, class_names=description.class_names, **options)
+    except (ValueError, RuntimeError, ArithmeticError, LookupError) as error:
+        first = str(error).partition("\n")[0]
+        raise IncompleteWeights(f"has shapes of which no {description.architecture} can be built ({first})") from error
     return detector.state_dict()
 
 
