@@ -34,7 +34,9 @@ class Predictions(NamedTuple):
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64 of K
         detections, on CPU, and other entries that the detector's `to_keep` keeps; of a detector of masks also `masks`,
-        a list of K `Rle` in the original picture.
+        a list of K `Rle` in the original picture. If the table of the loader is a `WindowTable`, these are the joined
+        detections of whole pictures by their image ids: `top_k` detections of a window count, and as many of each class
+        in a picture; `losses` and `image_ms` are those of windows.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
     image_ms: milliseconds per image on this rank, from pixels on the device to detections on the host, without the loss
@@ -83,10 +85,6 @@ def predict_dataset(
     Returns:
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
-
-        If the table of the loader is a `WindowTable`, `by_image` has the joined detections of whole pictures by their
-        image ids: `top_k` detections of a window count, and as many of each class in a picture. Losses and `image_ms`
-        are those of windows.
     """
     windows = windows_of_loader(loader)
     units = "batches" if windows is None else "batches of windows"
@@ -110,8 +108,7 @@ def predict_dataset(
             if interrupted:
                 return Predictions({}, {}, interrupted)
     losses = {} if sums is None else _weighted(sums.over_all_ranks(), loss_weights, step)
-    handed_over = (kept.popleft() for _ in range(len(kept)))  # so that no prediction is held twice
-    by_image = gather_by_image(handed_over)
+    by_image = gather_by_image(kept.popleft() for _ in range(len(kept)))  # no prediction is held twice
     if windows is not None and rank == 0:
         by_image = pictures_of_windows(by_image, windows, top_k)
     return Predictions(by_image, losses, 0, statistics.median(times_ms) if times_ms else math.nan)
