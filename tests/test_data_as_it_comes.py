@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -284,6 +285,22 @@ def test_folders_below_are_listed_once(tmp_path):
     (tmp_path / "elsewhere" / "back").symlink_to(data)
     names = [path.relative_to(data).as_posix() for path in folders_below(data)]
     assert names == [".", "b", "b/inner", "c", "c/out", "c/out/d"]
+
+
+def test_all_formats_look_at_a_folder_once(tmp_path, monkeypatch):
+    folder = yolo(tmp_path, {"a": "0 .5 .5 .2 .2"})
+    listed = Counter()
+    scandir = os.scandir
+
+    def counted(path):
+        listed[os.fspath(path)] += 1
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", counted)
+    found = recognise(folder)
+    assert found.format == "yolo" and not found.others and not found.unused
+    assert {str(folder), str(folder / "images"), str(folder / "labels")} <= listed.keys()
+    assert {times for path, times in listed.items() if path.startswith(str(folder))} == {1}
 
 
 @pytest.mark.parametrize("format", ["yolo", "yolo, YAML", "yolo, list", "csv", "coco", "voc"])

@@ -314,7 +314,7 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
     If there are more than `MAX_UNLISTED_NAMED` such files, one warning stands for all of them.
     """
     listed = {os.path.normpath(name) for name in listed}
-    names = [name for name in image_names(image_root, folders) if name not in listed]
+    names = [name for name in _image_names(image_root, folders) if name not in listed]
     if len(names) <= MAX_UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
     first = ", ".join(map(shown, names[:3]))
@@ -322,7 +322,7 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
     return [Problem("warning", str(image_root), None, None, message)]
 
 
-def image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
+def _image_names(image_root: Path | ImageSources, folders: Iterable[str]) -> Iterator[str]:
     """Yield the names of the files in these folders of a root that have an image extension."""
     parts = parts_of(image_root)
     for folder in folders:

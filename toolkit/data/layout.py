@@ -61,16 +61,18 @@ class Layout:
         """Return the files directly in a folder whose names end in `suffix`, sorted."""
         return [at / name for name in self.names(at) if name.endswith(suffix)]
 
-    def images(self, at: Path | ImageSources) -> list[str]:
-        """Return the names of the image files directly in a folder or in other places, sorted.
+    def images(self, root: Path | ImageSources, folder: str = "") -> list[str]:
+        """Return the names, relative to a root of images, of the image files directly in one of its folders, sorted.
 
         Links that lead nowhere are among them, so that they are reported as faults.
+
+        folder: relative to the root; "" is the root itself.
         """
-        if isinstance(at, Path):
-            entries = self._of(at)
-            names = [*entries.files, *entries.broken]
+        if isinstance(root, Path):
+            entries = self._of(root / folder)
+            names = [os.path.join(folder, name) for name in (*entries.files, *entries.broken)]
         else:
-            names = chain.from_iterable(part.names("") for part in at.parts)
+            names = chain.from_iterable(part.names(folder) for part in root.parts)
         return sorted(name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)
 
     def has_file(self, path: Path) -> bool:

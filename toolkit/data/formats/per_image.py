@@ -6,10 +6,11 @@ A format says the suffix of its files, whether a file is an annotation, and how 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from toolkit.base.files import without_suffix
-from toolkit.data.check_files import image_names, parallel
+from toolkit.data.check_files import parallel
 from toolkit.data.find_images import find_missing, find_root
 from toolkit.data.formats.annotated import Listing, ParsedImage, rows_of, sorted_classes
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
@@ -164,13 +165,13 @@ class AnnotationFiles:
         if root is None:
             parsed = (image.file_name for image in entries.values() if isinstance(image, ParsedImage))
             root = _image_root(self.layout, folder, annotations, split, folders, next(parsed, None))
-        present = set(image_names(root, folders))
+        present = set(chain.from_iterable(self.layout.images(root, inner) for inner in folders))
         images, problems = self._with_files(entries, present)
         return Part(root, images, problems, present)
 
     def _with_files(self, entries: Entries, present: Set[str]) -> tuple[dict[str, ParsedImage], list[Problem]]:
         """Return (parsed images with the names of their files, a problem for each entry that cannot be used)."""
-        stems_of = {without_suffix(name): name for name in present}
+        stems_of = {without_suffix(name): name for name in sorted(present)}  # in one order on all machines
         stem_of: dict[str, str] = {}  # the annotation of an image
         images = {}
         problems = []
@@ -247,7 +248,7 @@ def _image_root(
     candidates.append(folder / "JPEGImages" / annotations.name)
 
     def holds(candidate: Path) -> bool:
-        return any(layout.images(candidate / inner) for inner in folders)
+        return any(layout.images(candidate, inner) for inner in folders)
 
     return find_root(candidates, holds, layout, folder, where=folder, first=first)
 
