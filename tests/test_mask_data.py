@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from documents import box, image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -19,6 +20,8 @@ from scripts import check_data, convert
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, areas, bitmap, column_of, from_bytes, rle, rles_of, to_bytes
 from toolkit.base.outlines import one_ring, outlines
+from toolkit.data.annotations import Annotations
+from toolkit.data.checks import check
 from toolkit.data.classes import with_classes
 from toolkit.data.formats import open_dataset
 from toolkit.data.segmentations import (
@@ -430,9 +433,9 @@ def test_bundled_shapes_have_the_pixels_that_show(tmp_path):
     for row, of_image in zip(map(table.row, range(12)), pixels_of(table), strict=True):
         assert [mask.sum() for mask in of_image] == row["objects"]["area"].tolist()
         assert sum(of_image).max() == 1  # of several objects, the one on top shows
-        for mask, box in zip(of_image, row["objects"]["bbox"].tolist(), strict=True):
+        for mask, xyxy in zip(of_image, row["objects"]["bbox"].tolist(), strict=True):
             rows, columns = np.nonzero(mask)
-            assert box == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert xyxy == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
 
 
 def test_a_share_that_is_held_out_keeps_masks_beside_embedded_images(tmp_path):
@@ -551,3 +554,19 @@ def test_masks_are_checked_drawn_repaired_and_converted(tmp_path, capsys, monkey
     assert "1 crowd regions are left out" in capsys.readouterr().out
     assert [len(of_image) for of_image in pixels_of(opened(tmp_path / "yolo"))] == [1, 2]
     assert rle(opened(tmp_path / "yolo").masks_of(0)[0], SIZE_HW) == rle(fixed.masks_of(0)[0], SIZE_HW)
+
+
+def test_an_entry_with_a_field_of_another_type_is_read_field_by_field():
+    """COCO writes `iscrowd` as 0 or 1; some tools write false. Its area is still that of the mask, and compared."""
+    square = [[2, 2, 8, 2, 8, 8, 2, 8]]
+    columns = Annotations([{"id": 0, "name": "cell"}], masks=True)
+    columns.add_image(image())
+    columns.add(box(id=1, iscrowd=False, bbox=[2, 2, 6, 6], segmentation=square))
+    columns.add(box(id=2, iscrowd=False, bbox=[2, 2, 6, 6], segmentation=square, area=9))
+    columns.add(box(id=3, iscrowd="no", bbox=[2, 2, 6, 6], segmentation=square))
+    valid = check(columns, "f.json")
+    assert valid.boxes.ids.tolist() == [1, 2] and valid.boxes.area.tolist() == [36.0, 9.0]
+    assert [problem.message for problem in valid.problems] == [
+        "`iscrowd` is 'no'; expected 0 or 1",
+        "the mask has 36 pixels, the annotated area is 9; kept",
+    ]

@@ -5,6 +5,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from documents import DIRTY, box, checked, document, image, write
 from PIL import Image
@@ -13,6 +14,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.check_files import parallel
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.formats import open_dataset
+from toolkit.data.relation_checks import stands_before
 
 # image id -> severity, annotation id, words: the table of tests/data/dirty/README.md
 ERRORS = {
@@ -193,6 +195,12 @@ def test_relations_as_triplets():
     wanted = ("warning relation [1, 2, 5]", "predicate 6", "annotation 9", "one annotation", "[1, 2] is nei", "'1 on")
     for words in wanted:
         assert any(words in message for message in messages), words
+
+
+def test_a_relation_stands_before_another_that_equals_it():
+    """Columns a, b, a, c, a, b: the third and the last two are repeated."""
+    columns = np.array([[1, 2, 1, 1, 1, 2], [5, 5, 5, 6, 5, 5]])
+    assert stands_before(columns).tolist() == [False, False, True, False, True, True]
 
 
 def test_names_that_leave_the_folder_are_unsafe():

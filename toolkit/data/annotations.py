@@ -1,7 +1,7 @@
 """The input and output of a reader: its options; images, boxes and relations as columns, exactly as in the file.
 
-Columns hold numbers only. An entry that does not fit (a string instead of a number, a box of three numbers) is kept in
-`odd`, with a row of zeros in its place, and is checked separately.
+Columns hold numbers only. A field that is not of its type (a string instead of a number, a box of three numbers) is
+described at once, in a sentence, and a placeholder stands in its column; the other fields of the entry are read.
 """
 
 import math
@@ -19,12 +19,14 @@ from toolkit.base.masks import Shape
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.segmentations import shape_of, with_box_of_mask
 
-FLOAT_TYPES = {float}
 NUMBER_TYPES = {int, float}
 NO_ID = -(2**63)
 MAX_ID = 2**63 - 1
 TRIPLET_KEYS = ("subject_id", "object_id", "predicate_id")
-MAX_EXACT_INTEGER = 2**53  # every whole number up to it has a float64 of its own
+ENTRY = "entry"  # stands for all fields of an entry, where it is not an object
+# What the columns hold where a field is missing or not of its type.
+PLACEHOLDERS = {"id": 0, "image_id": None, "category_id": None, "bbox": (0.0, 0.0, 1.0, 1.0), "iscrowd": 0}
+MAX_EXACT = 2**53  # every whole number up to it has a float64 of its own
 MAX_AREA = 3e38  # the table's are float32
 
 
@@ -114,7 +116,9 @@ class Annotations:
     area: NaN if missing
     crowd: 1 for crowd regions
     attribute_ids: lists of ids by number of the annotation, for those that have any
-    odd: entries that do not fit the columns, by number of the annotation, as the file has them
+    faults: sentences on the fields that are not of their type, by field and number of the annotation
+    odd: entries that have faults, or numbers that the columns do not hold exactly, as the file has them, by number of
+        the annotation
     masks: masks by number of the annotation, for those that have any; None: masks are not read
     mask_faults: what is wrong with masks, as phrases, by number of the annotation
     """
@@ -130,6 +134,7 @@ class Annotations:
         self.id, self.image, self.category, self.xywh = map(array, "qiid")
         self.whole, self.area, self.crowd = map(array, "Bdb")
         self.attribute_ids: dict[int, list] = {}
+        self.faults: dict[str, dict[int, list[str]]] = {field: {} for field in (ENTRY, *PLACEHOLDERS)}
         self.odd: dict[int, object] = {}
         self.masks: dict[int, Shape] | None = {} if masks else None
         self.mask_faults: dict[int, list[str]] = {}
@@ -198,20 +203,28 @@ class Annotations:
         if self.masks is not None and isinstance(entry, dict):
             self.add_segmentation(len(self), entry.get("segmentation"))
         entry = with_box_of_mask(entry)
-        if not _fits(entry):
-            self.odd[len(self)] = entry
-            self.add_box(0, None, None, (0.0, 0.0, 1.0, 1.0))
-            return
-        if "attribute_ids" in entry:
-            self.attribute_ids[len(self)] = entry["attribute_ids"]
-        area = entry.get("area")
-        is_usable = type(area) in NUMBER_TYPES and 0 < area < MAX_AREA
+        number = len(self)
+        faults = _type_faults(entry, number)
+        for field, fault in faults.items():
+            self.faults[field][number] = [fault]
+        fitting = entry
+        if faults:
+            given = {} if ENTRY in faults else entry
+            fitting = PLACEHOLDERS | {field: value for field, value in given.items() if field not in faults}
+        # Whole numbers too large for a float64 are far outside any image, whatever their value is.
+        bbox = [value if isinstance(value, float) or abs(value) < MAX_EXACT else math.inf for value in fitting["bbox"]]
+        if faults or math.inf in bbox:
+            self.odd[number] = entry
+        if "attribute_ids" in fitting:
+            self.attribute_ids[number] = fitting["attribute_ids"]
+        area = fitting.get("area")
+        is_usable = _is_real(area) and 0 < area < MAX_AREA
         self.add_box(
-            entry["id"],
-            entry["image_id"],
-            entry["category_id"],
-            entry["bbox"],
-            entry.get("iscrowd", 0),
+            fitting["id"],
+            fitting["image_id"],
+            fitting["category_id"],
+            bbox,
+            fitting.get("iscrowd", 0) == 1,
             area if is_usable else np.nan,
         )
 
@@ -224,11 +237,8 @@ class Annotations:
             self.mask_faults[number] = faults
 
     def take_crowds_as_objects(self) -> None:
-        """Mark no box as a crowd region any more. A flag `iscrowd` that is not 0 or 1 stays, and is reported later."""
+        """Mark no box as a crowd region any more. A flag `iscrowd` that is not 0 or 1 stays a fault."""
         self.crowd = array("b", bytes(len(self)))
-        for number, entry in self.odd.items():
-            if isinstance(entry, dict) and entry.get("iscrowd") == 1:
-                self.odd[number] = {**entry, "iscrowd": 0}
 
     def entry(self, number: int) -> object:
         """Return an entry as the file has it, without unused keys."""
@@ -258,15 +268,16 @@ class RelationColumns:
     """Columns of the relations in a file.
 
     id: NO_ID if the entry has no id
-    subject, object: ids of annotations
+    subject, object: ids of annotations, NO_ID if missing or not such an id
     predicate, image: codes of the ids in `predicate_ids` and `image_ids`; image is -1 if the entry names no image
-    odd: as in `Annotations`
+    faults, odd: as in `Annotations`
     """
 
     def __init__(self):
         self.predicate_ids = Codes()
         self.image_ids = Codes()
         self.id, self.subject, self.object, self.predicate, self.image = map(array, "qqqii")
+        self.faults: dict[str, dict[int, list[str]]] = {ENTRY: {}}
         self.odd: dict[int, object] = {}
 
     def __len__(self) -> int:
@@ -274,16 +285,24 @@ class RelationColumns:
 
     def add(self, entry: object) -> None:
         """Add an entry of `rel_annotations`."""
-        has_triplet = _has_triplet(entry)
-        if not has_triplet or not _ids_fit(entry):
-            self.odd[len(self)] = entry
-            triplet = [entry[key] for key in TRIPLET_KEYS] if has_triplet else (NO_ID, NO_ID, None)
-            entry = dict(zip(TRIPLET_KEYS, triplet, strict=True))
-        self.id.append(entry.get("id", NO_ID))
-        self.subject.append(entry["subject_id"])
-        self.object.append(entry["object_id"])
-        self.predicate.append(self.predicate_ids(entry["predicate_id"]))
-        self.image.append(self.image_ids(entry["image_id"]) if "image_id" in entry else -1)
+        given = entry if isinstance(entry, dict) else {}
+        id_ = _number_or_none(given.get("id"))
+        subject, object_ = (_number_or_none(given.get(key)) for key in TRIPLET_KEYS[:2])
+        predicate_id = _id_or_none(given.get("predicate_id"))
+        image_id = _id_or_none(given.get("image_id"))
+        number = len(self)
+        if given is not entry:
+            fault = f"{entry!r} is neither an object nor [subject id, object id, predicate id]"
+            self.faults[ENTRY][number] = [fault]
+        is_whole = NO_ID not in (subject, object_) and predicate_id is not None
+        others_fit = (id_ != NO_ID or "id" not in given) and (image_id is not None or "image_id" not in given)
+        if not (is_whole and others_fit):
+            self.odd[number] = entry
+        self.id.append(id_)
+        self.subject.append(subject)
+        self.object.append(object_)
+        self.predicate.append(self.predicate_ids(predicate_id))
+        self.image.append(-1 if image_id is None else self.image_ids(image_id))
 
     def add_triplet(self, entry: object) -> None:
         """Add an entry of `relations`: a row [subject id, object id, predicate id]."""
@@ -312,20 +331,6 @@ class RelationColumns:
         return entry
 
 
-def _has_triplet(entry: object) -> bool:
-    """Return whether a relation names its subject, object and predicate by usable ids."""
-    if not isinstance(entry, dict) or not is_id(entry.get("predicate_id")):
-        return False
-    return _is_number(entry.get("subject_id")) and _is_number(entry.get("object_id"))
-
-
-def _ids_fit(entry: dict) -> bool:
-    """Return whether the ids of a relation and of its image are usable, if it has any."""
-    if "id" in entry and not _is_number(entry["id"]):
-        return False
-    return "image_id" not in entry or is_id(entry["image_id"])
-
-
 def is_id(value: object) -> bool:
     """Return whether a value can be the id of an image or a class: a whole number, or text that a file can hold."""
     if type(value) is str:
@@ -338,9 +343,67 @@ def is_unicode(text: str) -> bool:
     return text.encode(errors="ignore").decode() == text
 
 
-def _is_number(value: object) -> bool:
-    """Return whether a value is a whole number of 64 bits; the smallest one is reserved for "none"."""
-    return type(value) is int and NO_ID < value <= MAX_ID
+def fits_int64(id_: int | str) -> bool:
+    """Return whether an id is text, or a whole number of 64 bits."""
+    return isinstance(id_, str) or NO_ID <= id_ <= MAX_ID
+
+
+def wrong_id(record: Mapping, key: str, expected: str = "an integer or a string") -> str:
+    """Describe a missing or wrong id."""
+    if key not in record:
+        return f"`{key}` missing"
+    return f"`{key}` is {record[key]!r}; expected {expected}"
+
+
+def _id_or_none(value: object) -> int | str | None:
+    return value if is_id(value) else None
+
+
+def _number_or_none(value: object) -> int:
+    """Return a value that is a whole number of 64 bits, else NO_ID, which is the smallest one and stands for "none"."""
+    return value if type(value) is int and NO_ID < value <= MAX_ID else NO_ID
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _type_faults(entry: object, number: int) -> dict[str, str]:
+    """Describe the fields of an annotation that are missing or not of their type, by field.
+
+    number: of the annotation, for messages.
+    """
+    if not isinstance(entry, dict):
+        return {ENTRY: f"annotation entry {number}: {entry!r} is not an object"}
+    faults = {}
+    id_ = entry.get("id")
+    if not isinstance(id_, int) or isinstance(id_, bool):
+        faults["id"] = f"annotation entry {number}: {wrong_id(entry, 'id', 'an integer')}"
+    elif not fits_int64(id_):
+        faults["id"] = f"annotation id {id_} does not fit into 64 bits"
+    for key in ("image_id", "category_id"):
+        if not is_id(entry.get(key)):
+            faults[key] = wrong_id(entry, key)
+    of_box = _bbox_fault(entry)
+    if of_box:
+        faults["bbox"] = of_box
+    if entry.get("iscrowd", 0) not in (0, 1):
+        faults["iscrowd"] = f"`iscrowd` is {entry['iscrowd']!r}; expected 0 or 1"
+    return faults
+
+
+def _bbox_fault(entry: Mapping) -> str:
+    """Describe a box that is not four numbers; "" if it is."""
+    if "bbox" not in entry:
+        return "`bbox` missing"
+    bbox = entry["bbox"]
+    if not isinstance(bbox, list | tuple):
+        return f"bbox is {bbox!r}; expected 4 numbers"
+    if len(bbox) != 4:
+        return f"bbox needs 4 numbers, it has {len(bbox)}"
+    if not all(map(_is_real, bbox)):
+        return f"bbox {bbox!r} holds something that is not a number"
+    return ""
 
 
 def _columns(entries: list[dict]) -> tuple | None:
@@ -367,27 +430,6 @@ def _columns(entries: list[dict]) -> tuple | None:
         return None
     if any("attribute_ids" in entry for entry in entries):
         return None
-    if not NUMBER_TYPES.issuperset(map(type, chain(numbers, areas))):
-        return None
-    if not all(-MAX_EXACT_INTEGER < value < MAX_EXACT_INTEGER for value in numbers if type(value) is int):
+    if not all(-MAX_EXACT < value < MAX_EXACT for value in numbers if type(value) is int):
         return None
     return ids, image_ids, category_ids, numbers, np.array(areas, np.float64), crowds
-
-
-def _fits(entry: object) -> bool:
-    if type(entry) is not dict or not _is_number(entry.get("id")):
-        return False
-    crowd = entry.get("iscrowd", 0)
-    if type(crowd) is not int or not 0 <= crowd <= 1:
-        return False
-    if not is_id(entry.get("image_id")) or not is_id(entry.get("category_id")):
-        return False
-    bbox = entry.get("bbox")
-    if type(bbox) is not list or len(bbox) != 4:
-        return False
-    types = set(map(type, bbox))
-    if types == FLOAT_TYPES:
-        return True
-    whole_numbers = [value for value in bbox if type(value) is int]
-    are_exact = all(-MAX_EXACT_INTEGER < value < MAX_EXACT_INTEGER for value in whole_numbers)
-    return types <= NUMBER_TYPES and are_exact

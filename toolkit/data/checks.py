@@ -10,8 +10,9 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.errors import BadInput
-from toolkit.data.annotations import Annotations, ImageRow, is_id, is_unicode, slashed
-from toolkit.data.box_checks import check_boxes, check_relations, fits_int64, is_side, wrong_id
+from toolkit.data.annotations import Annotations, ImageRow, fits_int64, is_id, is_unicode, slashed, wrong_id
+from toolkit.data.box_checks import check_boxes, is_side
+from toolkit.data.relation_checks import check_relations
 from toolkit.data.table import Category, Problem
 
 MIN_EVIDENCE_BOXES = 10  # boxes that must leave their image as they are; fewer may be slips
@@ -317,31 +318,13 @@ def _readable(annotations: Annotations, images: Mapping[int | str, ImageRow]) ->
     by_code = np.array([sizes_by_id.get(id_, unknown) for id_ in annotations.image_ids.values], np.float64)
     sizes = by_code.reshape(-1, 2)[np.array(annotations.image, np.int32)]
     boxes = np.frombuffer(annotations.xywh).reshape(-1, 4)
-    if annotations.odd:
-        boxes = boxes.copy()
     is_crowd = np.array(annotations.crowd, np.int8) != 0
     kept = ~is_crowd & ~np.isnan(sizes[:, 0])
-    for number, entry in annotations.odd.items():
-        get = entry.get if isinstance(entry, dict) else {}.get
-        bbox = get("bbox")
-        image_id = get("image_id")
-        has_box = isinstance(bbox, list | tuple) and len(bbox) == 4 and not get("iscrowd")
-        has_size = isinstance(image_id, int | str) and image_id in sizes_by_id
-        kept[number] = has_box and has_size
-        if kept[number]:
-            boxes[number] = [_as_pixels(value) for value in bbox]
-            sizes[number] = sizes_by_id[image_id]
     kept &= (np.abs(boxes) < MAX_PLAUSIBLE_PX).all(axis=1)
+    kept[list(annotations.faults["bbox"])] = False
     if kept.all():
         return boxes, sizes
     return boxes[kept], sizes[kept]
-
-
-def _as_pixels(value: object) -> float:
-    """Return a value as float; NaN if it is not a number of pixels, which validation reports."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if -MAX_PLAUSIBLE_PX < value < MAX_PLAUSIBLE_PX else math.nan
 
 
 def _is_size(row: ImageRow) -> bool:

@@ -72,8 +72,7 @@ def with_masks(
         raise BadInput([fault, *dict.fromkeys(first)])
 
     given = np.array(annotations.area, np.float64)[order]
-    is_odd = np.isin(order, list(annotations.odd))  # the area of such an entry was read with its box
-    lacks_area = has_mask & has_size & np.isnan(given) & ~is_odd
+    lacks_area = has_mask & has_size & np.isnan(given)
     area = boxes.area.copy()
     for row in np.flatnonzero(lacks_area).tolist():
         area[row] = areas([shapes[row]], sizes_hw[row])[0]

@@ -286,18 +286,12 @@ def _without_super_category(annotations: Annotations, file: Path, siblings: Sequ
         others = entries[:number] + entries[number + 1 :]
         if not all(other.get("supercategory") == name for other in others):
             continue
-        if id_ in _annotated_categories(annotations) or any(id_ in _categories_in(path) for path in siblings):
+        if id_ in annotations.category_ids.values or any(id_ in _categories_in(path) for path in siblings):
             return []
         annotations.categories = others
         message = f"category {id_} ({name!r}) is the super-category of all others and has no annotation: left out"
         return [Problem("note", str(file), None, None, message)]
     return []
-
-
-def _annotated_categories(annotations: Annotations) -> set:
-    used = set(annotations.category_ids.values)
-    odd = (entry.get("category_id") for entry in annotations.odd.values() if isinstance(entry, dict))
-    return used | set(filter(is_id, odd))
 
 
 def _categories_in(file: Path) -> set:
