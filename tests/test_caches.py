@@ -42,7 +42,7 @@ def content(folder: Path, cache: Path) -> tuple:
     signatures = signatures_of(table, cache)
     boxes = table.boxes()
     return (
-        table.rows.to_pylist(), table.class_names, table.fingerprint, boxes.xyxy.tolist(), boxes.labels.tolist(),
+        table.image_rows(), table.class_names, table.fingerprint, boxes.xyxy.tolist(), boxes.labels.tolist(),
         rest.image_ids().tolist(), held.image_ids().tolist(), signatures.digests.tolist(),
         signatures.thumbnails.tolist(),
     )  # fmt: skip

@@ -133,7 +133,7 @@ def test_boxes_of_kept_classes_are_untouched_and_relations_follow_them(tmp_path,
     kept = set(table.boxes().ids.tolist())
     before = triplets_by_id(whole)
     assert triplets_by_id(table) == [{t for t in image if {t[0], t[1]} <= kept} for image in before]
-    assert table.rows.schema == whole.rows.schema and table.as_stored().fingerprint == whole.fingerprint
+    assert table.before_classes in (whole, None) and bool(table.before_classes) == (table is not whole)
     half = table.head(1)
     assert boxes_by_name(half) == expected[:1] and half.num_boxes().tolist() == [len(expected[0])]
 

@@ -600,7 +600,7 @@ def test_the_words_of_names_decide_in_every_format(tmp_path, format, splits, rea
     recognised = recognise(tmp_path)
     assert set(recognised.splits) == set(read)
     for split, name in read.items():
-        names = open_dataset(split, path=tmp_path).rows["file_name"].to_pylist()
+        names = open_dataset(split, path=tmp_path).file_names()
         assert [Path(file).stem for file in names] == [name]
     assert [Path(name).stem for name in recognised.unused] == unused
     assert all(name in str(recognised) for name in unused)
@@ -1046,7 +1046,7 @@ def test_a_picture_of_another_split_is_not_taken_and_one_that_is_added_is_found(
     with pytest.raises(BadInput, match=r"1.png \(image 1\): image file not found"):
         open_dataset("val", path=tmp_path)
     picture(tmp_path / "valid" / "more" / "1.png", 6)
-    assert open_dataset("val", path=tmp_path).rows["file_name"].to_pylist() == ["0.png", "more/1.png"]
+    assert open_dataset("val", path=tmp_path).file_names() == ["0.png", "more/1.png"]
 
 
 def test_the_super_category_that_roboflow_adds_is_left_out_unless_it_has_boxes(tmp_path):

@@ -22,7 +22,8 @@ from toolkit.base.errors import (
 )
 from toolkit.base.files import ROOT, near_names, warn_if_stalled
 from toolkit.base.public import without_machine
-from toolkit.data.table import DetectionTable
+from toolkit.data.columns import read_columns
+from toolkit.data.table_cache import write_rows
 from toolkit.detectors.ssd.options import SsdOptions
 from toolkit.run import processes
 from toolkit.run.best import no_such_metric
@@ -278,13 +279,13 @@ def test_other_errors_keep_their_traceback(error):
 def test_a_table_that_finds_no_room_in_the_address_space_is_one_sentence(tmp_path):
     import resource
 
-    with open(tmp_path / "table.arrow", "wb") as file:
-        file.truncate(2**41)
+    table = write_rows([], cache_file=tmp_path / "table.json", categories=[])
+    os.truncate(table.arrow_files[0], 2**41)
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**40, before[1]))
     try:
-        with pytest.raises(BadInput, match="out of memory: .*`ulimit -v`"), as_sentences():
-            DetectionTable(tmp_path / "table.arrow", ()).rows  # noqa: B018 - the file is opened when they are asked for
+        with pytest.raises(BadInput, match="out of memory.*`ulimit -v`"), as_sentences():
+            read_columns(table.arrow_files[0])
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

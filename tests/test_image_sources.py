@@ -106,7 +106,7 @@ def test_everywhere_the_same(shapes, tmp_path, kind):
         assert torch.equal(decode_image(plain.image_source(row)), decode_image(copy.image_source(copy.row(index))))
         assert probe_image(other.image_source(row)) == probe_image(plain.image_source(row))
     again = open_dataset(file, image_dir=image_dir)
-    assert again.image_root == other.image_root and again.arrow_file == other.arrow_file
+    assert again.image_root == other.image_root and again.arrow_files == other.arrow_files
 
 
 @pytest.mark.parametrize("kind", ["folder and zip", "memory URL"])

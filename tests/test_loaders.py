@@ -17,7 +17,6 @@ from torchvision.transforms import functional as F
 
 from toolkit.base.batch import Batch, normalize_images, pixel_mask
 from toolkit.base.errors import BadInput
-from toolkit.data.annotations import ImageRow
 from toolkit.data.batches import collate, make_loader, naming_killed_workers, windows
 from toolkit.data.check_files import check_image_files
 from toolkit.data.dataset import DetectionDataset, sample_generator
@@ -240,7 +239,7 @@ def test_a_picture_of_another_size_is_not_trained_on(tmp_path, format, turned):
 @pytest.mark.parametrize("reader", ["check", "no worker", "worker"])
 def test_a_disk_that_stalls_at_an_image_is_waited_for_and_that_is_said(tmp_path, reader, monkeypatch):
     table, said = write_images(tmp_path, 4), []
-    rows = [ImageRow(row["image_id"], row["file_name"], row["width"], row["height"]) for row in table.rows.to_pylist()]
+    rows = table.image_rows()
     loader = make_loader(DetectionDataset(table, TRANSFORM), EpochSampler(4, 2, shuffle=False), int(reader == "worker"))
     what = "checking images" if reader == "check" else f"the next images, from {tmp_path}"
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # with which the kernel asks for the file

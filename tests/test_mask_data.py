@@ -133,9 +133,9 @@ def test_masks_that_change_on_disk_are_a_sentence_that_names_file_and_image(tmp_
     annotations = [entry(1), entry(2, segmentation=block), entry(3, image=2), entry(4, image=2, segmentation=block)]
     table = opened(write_coco(tmp_path / "data", annotations))
     before = [to_bytes(table.masks_of(index)) for index in range(2)]
-    content = table.arrow_file.read_bytes()
+    content = table.arrow_files[0].read_bytes()
     start = content.rindex(before[1])
-    with open(table.arrow_file, "r+b") as file:
+    with open(table.arrow_files[0], "r+b") as file:
         for bit in range(0, 8 * len(before[1]), 7):
             changed = bytearray(before[1])
             changed[bit // 8] ^= 1 << bit % 8
@@ -246,7 +246,7 @@ def test_masks_of_coco_are_read_on_request_and_boxes_stay_as_they_are(tmp_path):
     never = opened(write_coco(tmp_path / "bare", bare), masks=False)
     assert plain.fingerprint == never.fingerprint != table.fingerprint
     assert table.has_masks and not plain.has_masks and "masks" not in plain.row(0)
-    assert table.rows.schema == plain.rows.schema and not table.problems
+    assert table.row(0).keys() - {"masks"} == plain.row(0).keys() and not table.problems
     shapes = table.row(0)["masks"] + table.row(1)["masks"]
     assert [isinstance(shape, Rle) for shape in shapes] == [False, True, True, False]
     for of_image in pixels_of(table):

@@ -257,7 +257,7 @@ def test_predictions_of_another_program_are_matched_by_file_name(tmp_path):
     file = write_predictions(tmp_path / "found.json", predictions, table)
     expected, entries = read_predictions(file, table).predictions, json.loads(file.read_text())
     about_file(file).unlink()
-    names = dict(zip(table.image_ids().tolist(), table.rows["file_name"].to_pylist(), strict=True))
+    names = dict(zip(table.image_ids().tolist(), table.file_names(), strict=True))
     new = {image_id: number for number, image_id in enumerate(reversed(names), start=10)}  # some are ids of others
     renumbered = [entry | {"image_id": new[entry["image_id"]]} for entry in entries]
     named = [one | {"file_name": f"C:\\out\\{names[entry['image_id']]}"}

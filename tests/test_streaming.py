@@ -70,7 +70,7 @@ def test_a_size_beside_an_embedded_image_that_it_has_not_is_said(folder, tmp_pat
 def test_streamed_data_are_those_of_the_cache(folder, table, tmp_path):
     plain = open_dataset("train", path=folder, cache_dir=tmp_path / "plain")
     assert len(table) == 22 and table.categories == plain.categories and not table.problems
-    assert "image" not in table.rows.column_names
+    assert "image" not in table.columns.images and "image" in plain.columns.images
     for index in range(22):
         ours, theirs = table.row(index), plain.row(index)
         assert table.image_source(ours).read_bytes() == theirs["image"]

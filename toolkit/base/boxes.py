@@ -1,7 +1,7 @@
 """Boxes of many images as NumPy columns: the representation of boxes everywhere from annotation file to report."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -72,19 +72,44 @@ class Boxes:
 
         rows: a bool mask (N,) or row numbers. images: the index of the image of each selected row, not decreasing.
         """
+        offsets = np.searchsorted(images, np.arange(self.num_images + 1))
+        return self.in_lists(offsets, rows)
+
+    def in_lists(self, offsets: np.ndarray, rows: np.ndarray) -> "Boxes":
+        """Return the boxes of these rows as those of J other images.
+
+        offsets: (J + 1,), where the rows of each begin. rows: a bool mask (N,) or row numbers.
+        """
         columns = {}
         for name in COLUMNS:
             column = getattr(self, name)
             columns[name] = None if column is None else column[rows]
         extra = {name: column[rows] for name, column in self.extra.items()}
-        offsets = np.searchsorted(images, np.arange(self.num_images + 1))
         return Boxes(offsets, **columns, extra=extra)
 
-    def of_images(self, kept: np.ndarray) -> "Boxes":
-        """Return only the images that a bool mask (I,) selects, with their boxes."""
-        counts = np.diff(self.offsets)
-        rows = np.repeat(kept, counts)
-        return replace(self[rows], offsets=offsets_of(counts[kept]))
+    def of_images(self, images: np.ndarray) -> "Boxes":
+        """Return some images with their boxes.
+
+        images: a bool mask (I,), or positions in any order, which may repeat.
+        """
+        return self.in_lists(*rows_of_lists(self.offsets, images))
+
+    @classmethod
+    def concatenated(cls, parts: Sequence["Boxes"]) -> "Boxes":
+        """Return the boxes of the images of all parts, in their order.
+
+        A column that one of the parts lacks is left out.
+        """
+        columns = {}
+        for name in COLUMNS:
+            values = [getattr(part, name) for part in parts]
+            is_lacking = any(value is None for value in values)
+            columns[name] = None if is_lacking else np.concatenate(values)
+        extra = {}
+        for name in parts[0].extra:
+            if all(name in part.extra for part in parts):
+                extra[name] = np.concatenate([part.extra[name] for part in parts])
+        return cls(_offsets_of_all(parts), **columns, extra=extra)
 
     def of_image(self, index: int) -> slice:
         """Return the slice of rows that belong to the image at position `index`."""
@@ -113,15 +138,22 @@ class Relations:
         empty = np.zeros(0, np.int64)
         return cls(np.zeros(images + 1, np.int64), empty, empty, empty)
 
-    def of_images(self, kept: np.ndarray) -> "Relations":
-        """Return only the images that a bool mask (I,) selects, with their relations."""
-        counts = np.diff(self.offsets)
-        rows = np.repeat(kept, counts)
-        return Relations(
-            offsets_of(counts[kept]),
-            self.subject[rows],
-            self.object[rows],
-            self.predicate[rows],
+    def of_images(self, images: np.ndarray) -> "Relations":
+        """Return some images with their relations.
+
+        images: a bool mask (I,), or positions in any order, which may repeat.
+        """
+        offsets, rows = rows_of_lists(self.offsets, images)
+        return Relations(offsets, self.subject[rows], self.object[rows], self.predicate[rows])
+
+    @classmethod
+    def concatenated(cls, parts: Sequence["Relations"]) -> "Relations":
+        """Return the relations of the images of all parts, in their order."""
+        return cls(
+            _offsets_of_all(parts),
+            np.concatenate([part.subject for part in parts]),
+            np.concatenate([part.object for part in parts]),
+            np.concatenate([part.predicate for part in parts]),
         )
 
     def of_boxes(self, boxes: Boxes, kept: np.ndarray) -> "Relations":
@@ -153,6 +185,26 @@ def offsets_of(counts: Sequence[int]) -> np.ndarray:
     """Return the start of the rows of each of I images, and the end, (I + 1,) int64."""
     ends = np.cumsum(counts, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), ends])
+
+
+def _offsets_of_all(parts: Sequence[Boxes | Relations]) -> np.ndarray:
+    counts = [np.diff(part.offsets) for part in parts]
+    return offsets_of(np.concatenate(counts))
+
+
+def rows_of_lists(offsets: np.ndarray, lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each of some lists begins among their rows, (J + 1,) int64, and these rows, (M,) int64.
+
+    offsets: (I + 1,) of all lists. lists: a bool mask (I,), or positions in any order, which may repeat.
+
+    >>> rows_of_lists(np.array([0, 2, 2, 5]), np.array([2, 0, 1]))
+    (array([0, 3, 5, 5]), array([2, 3, 4, 0, 1]))
+    """
+    first_rows = offsets[:-1][lists]
+    counts = np.diff(offsets)[lists]
+    new_offsets = offsets_of(counts)
+    shift = first_rows - new_offsets[:-1]  # of each list: from where its rows are put to where they are, [2, -3, -3]
+    return new_offsets, np.arange(new_offsets[-1]) + np.repeat(shift, counts)
 
 
 def intersection_area(a_xyxy: np.ndarray, b_xyxy: np.ndarray, pixel: int = 0) -> np.ndarray:

@@ -1,22 +1,21 @@
 """Several data sets as one table: classes joined by name, unique ids, and for each image the set that it belongs to."""
 
-import dataclasses
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
-from toolkit.base.boxes import Boxes, Relations, offsets_of
+from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.errors import BadInput, all_faults
-from toolkit.data.annotations import ImageRow
 from toolkit.data.classes import ClassMap, check_class_map, with_classes
+from toolkit.data.columns import ON_DISK, TEXT, Columns
 from toolkit.data.image_sources import ImageSources, Shards, parts_of
-from toolkit.data.table import Category, DetectionTable, JoinedSet
-from toolkit.data.table_cache import cache_root, open_table, write_table
+from toolkit.data.table import Category, DetectionTable, JoinedSet, hash_of
+from toolkit.data.table_cache import fingerprint_in_cache
 
 FoldersAndSplits = Sequence[tuple[str | Path | None, str]]  # (data.path, data.train) of each set
 
@@ -25,11 +24,10 @@ def open_joined(
     sets: FoldersAndSplits,
     open_one: Callable[..., DetectionTable],
     unlisted: str,
-    cache_dir,
     class_map: ClassMap = MappingProxyType({}),
     classes_must_exist: bool = True,
 ) -> DetectionTable:
-    """Open one cached table of the images of all sets, in their order, without attributes.
+    """Open one table of the images of all sets, in their order, without attributes.
 
     Relations are kept if all sets list the same predicates, in whatever order, and left out otherwise: in data that do
     not list a predicate, its relations may exist, and only their annotation is missing.
@@ -58,10 +56,10 @@ def open_joined(
         tables = [with_classes(table, class_map) for table in tables]
     classes = _joined_classes(tables)
     predicates = _joined_predicates(tables, tables[0].predicates)
-    return _join_tables(tables, names, classes, predicates, unlisted, cache_dir)
+    return _join_tables(tables, names, classes, predicates, unlisted)
 
 
-def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str, cache_dir=None) -> DetectionTable:
+def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str) -> DetectionTable:
     """Return validation or test data with the classes and predicates of joined training data, matched by name.
 
     The table is returned unchanged if it has the same classes and predicates, or if `train` does not join several sets.
@@ -79,7 +77,7 @@ def with_classes_of(table: DetectionTable, train: DetectionTable, unlisted: str,
         raise BadInput(f"{table.name}: classes {unknown} are in no training set; those have {train.class_names}")
     # Predicates that differ from training stay as they are: the callers that need them compare and name both.
     predicates = _joined_predicates([table], train.predicates) or tuple(table.predicates)
-    return _join_tables([table], [table.name], train.categories, predicates, unlisted, cache_dir)
+    return _join_tables([table], [table.name], train.categories, predicates, unlisted)
 
 
 def _short_names(sets: FoldersAndSplits) -> list[str]:
@@ -147,120 +145,127 @@ def _join_tables(
     categories: tuple[Category, ...],
     predicates: tuple[str, ...],
     unlisted: str,
-    cache_dir,
 ) -> DetectionTable:
     """Join tables as `open_joined` does; `categories` and `predicates` are matched by name.
 
     Without `predicates` the relations are left out.
     """
-    root, files = _root_of(tables, names)
-    class_names = [category.name for category in categories]
+    root, file_names = _root_of(tables, names)
+    sets = _joined_sets(tables, names, categories, unlisted)
+    fingerprints = [table.fingerprint for table in tables]
+    problems = []
+    arrow_files = []
+    stored_files = []
+    for table in tables:
+        problems += table.problems
+        arrow_files += table.arrow_files
+        stored_files += table.stored_files
+    fingerprint = hash_of(fingerprints, file_names, categories, sets, predicates)
+    if arrow_files:  # earlier versions wrote the joined table: their runs go on with its fingerprint
+        key = hash_of(fingerprints, str(root), file_names, categories, sets, predicates)
+        written = arrow_files[0].with_name(f"{key}-joined.json")
+        fingerprint = fingerprint_in_cache(written) or fingerprint
+    return DetectionTable(
+        Columns(
+            _joined_images(tables, names, file_names),
+            _joined_boxes(tables, categories),
+            _joined_relations(tables, predicates),
+        ),
+        categories=categories,
+        predicates=predicates,
+        image_root=root,
+        problems=problems,
+        name=" + ".join(names),
+        fingerprint=fingerprint,
+        max_image_pixels=max(table.max_image_pixels for table in tables),
+        white=tables[0].white,
+        sets=tuple(sets),
+        class_map=next((table.class_map for table in tables if table.class_map), {}),
+        stored_files=tuple(stored_files),
+        arrow_files=tuple(arrow_files),
+    )
+
+
+def _joined_sets(
+    tables: Sequence[DetectionTable], names: Sequence[str], categories: Sequence[Category], unlisted: str
+) -> list[JoinedSet]:
+    """Return the sets of all tables with the rows of `categories` that each labels."""
     sets = []
-    of_images = []
     for table, name in zip(tables, names, strict=True):
-        labels = [class_names.index(known) for known in table.class_names]  # of the table's classes
-        of_images.append(table.set_of_image() + len(sets))
+        labels = _new_labels(table, categories).tolist()
         whole = JoinedSet(name, tuple(range(len(labels))))
         for one in table.sets or [whole]:
             listed = range(len(categories))
             if unlisted == "unknown":
                 listed = sorted(labels[row] for row in one.classes)
             sets.append(JoinedSet(one.name, tuple(listed)))
-    fingerprints = [table.fingerprint for table in tables]
-    about = (fingerprints, str(root), files, categories, sets, predicates)
-    text = repr(about).encode(errors="surrogateescape")
-    key = hashlib.blake2b(text, digest_size=16).hexdigest()
-    cache_file = cache_root(cache_dir) / "tables" / f"{key}-joined.json"
-    found = open_table(cache_file)
-    if found:
-        joined = found[0]
-    else:
-        rows, boxes = _joined_rows(tables, names, files, class_names)
-        joined = write_table(
-            rows,
-            boxes,
-            _joined_relations(tables, predicates) if predicates else None,
-            predicates=predicates,
-            cache_file=cache_file,
-            categories=categories,
-            image_root=root,
-            sets=sets,
-            set_of_image=np.concatenate(of_images),
-            encoded=_encoded_images(tables) if root is None else None,
-        )
-    problems = []
-    for table in tables:
-        problems += table.problems
-    return dataclasses.replace(
-        joined,
-        problems=problems,
-        name=" + ".join(names),
-        max_image_pixels=max(table.max_image_pixels for table in tables),
-        white=tables[0].white,
-        class_map=next((table.class_map for table in tables if table.class_map), {}),
-    )
+    return sets
 
 
-def _encoded_images(tables: Sequence[DetectionTable]) -> Iterator:
-    """Yield the embedded image of each row of all tables."""
+def _new_labels(table: DetectionTable, categories: Sequence[Category]) -> np.ndarray:
+    """Return the row of `categories` of each class of a table, (classes,) int64."""
+    names = [category.name for category in categories]
+    return np.array([names.index(name) for name in table.class_names], np.int64)
+
+
+def _joined_images(
+    tables: Sequence[DetectionTable], names: Sequence[str], file_names: Sequence[Sequence[str]]
+) -> dict[str, np.ndarray]:
+    """Return the images of all tables, under their new ids and names."""
+    parts = []
+    sets = 0
+    stored_files = 0
+    for table, of_table in zip(tables, file_names, strict=True):
+        part = dict(table.columns.images)
+        part["file_name"] = np.array(of_table, TEXT)
+        part["set"] = table.set_of_image() + sets
+        for column in ON_DISK:
+            if column in part:
+                part[column] = part[column] + [stored_files, 0, 0]  # number of the file, first byte, count of bytes
+        parts.append(part)
+        sets += max(1, len(table.sets))
+        stored_files += len(table.stored_files)
+    if not _are_unique([part["image_id"] for part in parts]):
+        for part, name in zip(parts, names, strict=True):
+            part["image_id"] = np.array([f"{name}:{image_id}" for image_id in part["image_id"].tolist()], TEXT)
+    columns = {}
+    for column in parts[0]:
+        if all(column in part for part in parts):
+            columns[column] = np.concatenate([part[column] for part in parts])
+    return columns
+
+
+def _are_unique(parts: Sequence[np.ndarray]) -> bool:
+    """Return whether all values of these arrays differ; numbers and texts are not compared, but count as equal."""
+    if len({part.dtype for part in parts}) > 1:
+        return False
+    values = np.sort(np.concatenate(parts))  # `np.unique` needs a second for a million whole numbers, this 0.02 s
+    return not (values[1:] == values[:-1]).any()
+
+
+def _joined_boxes(tables: Sequence[DetectionTable], categories: Sequence[Category]) -> Boxes:
+    """Return the boxes of all tables with the labels of `categories`, without attributes."""
+    parts = []
     for table in tables:
-        for index in range(len(table)):
-            yield table.row(index)["image"]
+        boxes = table.columns.boxes
+        extra = {name: column for name, column in boxes.extra.items() if name != "attributes"}
+        parts.append(replace(boxes, labels=_new_labels(table, categories)[boxes.labels], extra=extra))
+    joined = Boxes.concatenated(parts)
+    if _are_unique([joined.ids]):
+        return joined
+    return replace(joined, ids=np.arange(1, len(joined) + 1))
 
 
 def _joined_relations(tables: Sequence[DetectionTable], predicates: Sequence[str]) -> Relations:
-    """Return the relations of all tables; their predicates are matched by name with `predicates`."""
-    parts = [table.relations() for table in tables]
-    labels = []
-    for table, part in zip(tables, parts, strict=True):
-        label_of = np.array([predicates.index(name) for name in table.predicates], np.int64)
-        labels.append(label_of[part.predicate])
-    return Relations(
-        _joined_offsets(parts),
-        subject=np.concatenate([part.subject for part in parts]),
-        object=np.concatenate([part.object for part in parts]),
-        predicate=np.concatenate(labels),
-    )
-
-
-def _joined_offsets(parts: Sequence[Boxes | Relations]) -> np.ndarray:
-    counts = [np.diff(part.offsets) for part in parts]
-    return offsets_of(np.concatenate(counts))
-
-
-def _joined_rows(
-    tables: Sequence[DetectionTable],
-    names: Sequence[str],
-    files: Sequence[Sequence[str]],
-    class_names: Sequence[str],
-) -> tuple[list[ImageRow], Boxes]:
-    """Return the images of all tables under their new ids and names, and their boxes with the joined labels."""
-    labelled = [table.labelled() for table in tables]
-    image_ids = []
-    for part in labelled:
-        image_ids += [row.image_id for row in part.images]
-    have_one_type = len(set(map(type, image_ids))) == 1
-    keep_ids = have_one_type and len(set(image_ids)) == len(image_ids)
-    rows = []
-    for part, name, of_table in zip(labelled, names, files, strict=True):
-        for row, file in zip(part.images, of_table, strict=True):
-            image_id = row.image_id if keep_ids else f"{name}:{row.image_id}"
-            rows.append(row._replace(image_id=image_id, file_name=file))
-    parts = [part.boxes for part in labelled]
-    columns = {}
-    for column in ("xyxy", "area", "iscrowd", "ids"):
-        columns[column] = np.concatenate([getattr(part, column) for part in parts])
-    if len(np.unique(columns["ids"])) < len(columns["ids"]):
-        columns["ids"] = np.arange(1, len(columns["ids"]) + 1)
-    labels = []
-    for table, part in zip(tables, parts, strict=True):
-        label_of = np.array([class_names.index(name) for name in table.class_names])
-        labels.append(label_of[part.labels])
-    extra = {}
-    if all("masks" in part.extra for part in parts):
-        extra["masks"] = np.concatenate([part.extra["masks"] for part in parts])
-    boxes = Boxes(_joined_offsets(parts), labels=np.concatenate(labels), scores=None, extra=extra, **columns)
-    return rows, boxes
+    """Return the relations of all tables, whose predicates are matched by name; none without `predicates`."""
+    if not predicates:
+        return Relations.none(sum(map(len, tables)))
+    parts = []
+    for table in tables:
+        relations = table.relations()
+        labels = np.array([predicates.index(name) for name in table.predicates], np.int64)
+        parts.append(replace(relations, predicate=labels[relations.predicate]))
+    return Relations.concatenated(parts)
 
 
 def _root_of(
@@ -268,7 +273,7 @@ def _root_of(
 ) -> tuple[Path | ImageSources | None, list[list[str]]]:
     """Return the common root of the images of all tables, and their names below it."""
     roots = [table.image_root for table in tables]
-    files = [table.rows["file_name"].to_pylist() for table in tables]
+    files = [table.file_names() for table in tables]
     if all(root is None for root in roots):
         return None, files
     if any(root is None or isinstance(parts_of(root)[0], Shards) for root in roots):

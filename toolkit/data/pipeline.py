@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 
 from toolkit import index
@@ -548,9 +547,9 @@ def blocks_of(table: DetectionTable) -> np.ndarray | None:
     root = table.image_root
     if not isinstance(root, ImageSources) or not isinstance(root.parts[0], Shards):
         return None
-    groups = pc.replace_substring_regex(table.rows["file_name"], "/[0-9]+$", "")  # <file>/<row group>
-    numbers = groups.combine_chunks().dictionary_encode().indices
-    return numbers.to_numpy(zero_copy_only=False).astype(np.int64)
+    groups = [name.rpartition("/")[0] for name in table.file_names()]  # <file>/<row group> of <file>/<row group>/<row>
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    return np.array([numbers[group] for group in groups], np.int64)
 
 
 def largest_batch(dataset: DetectionDataset, count: int, stride: int, sizes: VariableSizes | None = None) -> Batch:

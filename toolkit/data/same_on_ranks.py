@@ -84,7 +84,6 @@ def _rest_of_images(table: DetectionTable) -> Iterable[list[bytes]]:
     boxes = table.boxes()
     relations = table.relations()
     sizes_hw = table.sizes_hw()
-    file_names = table.rows["file_name"]
     for index in range(len(table)):
         rows = boxes.of_image(index)
         of_image = slice(*relations.offsets[index : index + 2])
@@ -96,7 +95,7 @@ def _rest_of_images(table: DetectionTable) -> Iterable[list[bytes]]:
         if table.has_masks:
             parts.append(to_bytes(table.masks_of(index)))
         if isinstance(table.image_root, Path):  # others name a place in a file instead of a picture
-            name = PurePath(file_names[index].as_py()).name
+            name = PurePath(table.file_name(index)).name
             parts.append(name.encode(errors="surrogateescape"))
         yield parts
 

@@ -342,7 +342,7 @@ def shared_images(first: DetectionTable, second: DetectionTable) -> int:
 
 
 def _image_files(table: DetectionTable) -> set[str]:
-    names = table.rows["file_name"].to_pylist()
+    names = table.file_names()
     return {os.path.normpath(f"{table.image_root}/{name}") for name in names}
 
 
@@ -452,12 +452,9 @@ def _warn_of_overlap(first: DetectionTable, second: DetectionTable, names: tuple
 
 
 def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:
-    """Call `with_classes_of` on every rank, one of each machine first; only joined data have other classes."""
+    """Call `with_classes_of`; only joined data have other classes."""
     if not train.sets:
         return other
     from toolkit.data.joining import with_classes_of  # here, since few trainings have several data sets
 
-    unlisted = reading.get("unlisted_classes", "unknown")
-    in_classes = partial(with_classes_of, other, train, unlisted, reading.get("cache_dir"))
-    first_on_each_machine(in_classes)
-    return in_classes()
+    return with_classes_of(other, train, reading.get("unlisted_classes", "unknown"))

@@ -17,19 +17,18 @@ import pyarrow as pa
 from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder, near_names, write_json
-from toolkit.base.masks import column_of, to_bytes
+from toolkit.base.masks import column_of
 from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.checks import unsafe_file_name
+from toolkit.data.columns import read_columns, write_columns
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
-from toolkit.data.table import ATTRIBUTE_ID, OBJECT_TYPES, RELATION_TYPES, Category, DetectionTable, JoinedSet, Problem
+from toolkit.data.table import Category, DetectionTable, Problem
 
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
 TABLE_VERSION = 8  # raise it when the columns or the output of a reader change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
-BATCH_ROWS = 16384
-BATCH_BYTES = 64 * 2**20  # of embedded images; keeps the 32-bit offsets of a record batch far from their limit
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
@@ -144,10 +143,8 @@ def write_table(
     problems: Sequence[Problem] = (),
     name: str = "",
     checked: Mapping[str, str] | None = None,
-    sets: Sequence[JoinedSet] = (),
-    set_of_image: np.ndarray | None = None,
 ) -> DetectionTable:
-    """Write columns as an Arrow stream and open it again.
+    """Write columns as an Arrow stream, which `datasets.Dataset.from_file` opens too, and open it again.
 
     Two files are written: an Arrow stream named after a hash of its content, and `cache_file` (JSON: classes, problems,
     name of the Arrow file). `cache_file` is put in place last and in one step, so a reader never finds half a table; if
@@ -158,26 +155,25 @@ def write_table(
             `boxes.extra["masks"]`, an object array (N,) of `toolkit.base.masks.Shape`, if the table is to hold masks.
         encoded: the encoded images, if the table is to hold them.
         checked: digests of places (`toolkit.data.image_sources.digest_of`) that tell whether the cache is valid.
-        sets, set_of_image: of a joined table, (images,) rows of `sets`.
     """
     if attributes and "attributes" not in boxes.extra:
         none = np.zeros((len(boxes), 1), np.int64)
         boxes = dataclasses.replace(boxes, extra={**boxes.extra, "attributes": none})
     relations = relations or Relations.none(len(images))
+    info = {
+        "categories": [[category.id, category.name] for category in categories],
+        "predicates": list(predicates),
+        "attributes": list(attributes),
+        "image_root": image_root.specs() if isinstance(image_root, ImageSources) else image_root and str(image_root),
+        "problems": [dataclasses.astuple(problem) for problem in problems],
+        "name": name,
+        "checked": dict(checked or {}),
+    }
+    if "masks" in boxes.extra:
+        info["masks"] = True
     with _temporary(cache_file) as temporary:
-        _write_stream(images, boxes, relations, encoded, set_of_image, temporary)
-        table = DetectionTable(
-            temporary,
-            tuple(categories),
-            predicates,
-            attributes,
-            image_root,
-            problems=list(problems),
-            name=name,
-            sets=tuple(sets),
-            has_masks="masks" in boxes.extra,
-        )
-        return _publish(table, cache_file, checked or {})
+        write_columns(images, boxes, relations, encoded, temporary)
+        return _publish(temporary, cache_file, info)
 
 
 @contextlib.contextmanager
@@ -199,59 +195,19 @@ def _temporary(cache_file: Path) -> Iterator[Path]:
             Path(temporary).unlink(missing_ok=True)
 
 
-def write_selection(table: DetectionTable, indices: Sequence[int], cache_file: Path, name: str) -> DetectionTable:
-    """Write some rows of a table as a cached table of their own, in ascending order, and open it.
-
-    Raises BadInput if the files cannot be written.
-    """
-    import datasets  # here: once for a selection, and every start would wait for it
-
-    chosen = np.asarray(indices, dtype=np.int64)
-    # With what `datasets` notes about the columns: the fingerprint is of the whole file, and known to earlier runs.
-    whole = datasets.Dataset.from_file(str(table.arrow_file))
-    schema = whole.with_format("arrow")[:0].schema
-    with _temporary(cache_file) as temporary:
-        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            start = 0
-            # The file itself, and not `table.rows`, which lack embedded images.
-            with pa.memory_map(str(table.arrow_file)) as source, pa.ipc.open_stream(source) as reader:
-                for batch in reader:
-                    stop = start + batch.num_rows
-                    inside = chosen[(chosen >= start) & (chosen < stop)] - start
-                    if len(inside):
-                        rows = batch.take(pa.array(inside))
-                        writer.write_batch(rows.cast(schema))
-                    start = stop
-        selection = dataclasses.replace(table, arrow_file=temporary, problems=[], name=name)
-        return _publish(selection, cache_file, {})
-
-
-def _publish(table: DetectionTable, cache_file: Path, checked: Mapping[str, str]) -> DetectionTable:
-    """Put the table, whose Arrow file is temporary, in its place."""
-    root = table.image_root
-    info = {
-        "categories": [[category.id, category.name] for category in table.categories],
-        "predicates": list(table.predicates),
-        "attributes": list(table.attributes),
-        "image_root": root.specs() if isinstance(root, ImageSources) else root and str(root),
-        "problems": [dataclasses.astuple(problem) for problem in table.problems],
-        "name": table.name,
-        "checked": dict(checked),
-        "sets": [dataclasses.astuple(one) for one in table.sets],
-    }
-    if table.has_masks:
-        info["masks"] = True
-    fsync_folder(table.arrow_file)  # a name that survives a power cut must not lead to zeros
-    fingerprint = _fingerprint_of(table.arrow_file, info)
+def _publish(temporary: Path, cache_file: Path, info: dict) -> DetectionTable:
+    """Put the Arrow file `temporary` in its place, then `cache_file` with `info`; open the table."""
+    fsync_folder(temporary)  # a name that survives a power cut must not lead to zeros
+    fingerprint = _fingerprint_of(temporary, info)
     arrow_file = cache_file.with_name(f"{fingerprint}.arrow")
     info["version"] = TABLE_VERSION
     info["arrow"] = arrow_file.name
     info["fingerprint"] = fingerprint
-    info["size"] = table.arrow_file.stat().st_size
-    info["columns"] = _digest_of_columns(table.arrow_file) if info["size"] > WHOLE_BYTES else ""
+    info["size"] = temporary.stat().st_size
+    info["columns"] = _digest_of_columns(temporary) if info["size"] > WHOLE_BYTES else ""
     info["digest"] = _digest_of_info(info)
-    os.chmod(table.arrow_file, 0o644)  # mkstemp makes 0600; a cache may be shared
-    os.replace(table.arrow_file, arrow_file)
+    os.chmod(temporary, 0o644)  # mkstemp makes 0600; a cache may be shared
+    os.replace(temporary, arrow_file)
     fsync_folder(arrow_file.parent)
     write_json(cache_file, info)
     return _from_info(cache_file, info)
@@ -342,9 +298,11 @@ def _fault_of(cache_file: Path, info: Mapping) -> str:
 
 
 def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
+    arrow_file = cache_file.with_name(info["arrow"])
+    columns, stored_files = read_columns(arrow_file)
     root = info["image_root"]
     return DetectionTable(
-        arrow_file=cache_file.with_name(info["arrow"]),
+        columns,
         categories=tuple(Category(*category) for category in info["categories"]),
         predicates=tuple(info["predicates"]),
         attributes=tuple(info["attributes"]),
@@ -352,145 +310,19 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
         problems=[Problem(*problem) for problem in info["problems"]],
         name=info["name"],
         fingerprint=info["fingerprint"],
-        sets=tuple(JoinedSet(name, tuple(classes)) for name, classes in info.get("sets", ())),
-        has_masks=info.get("masks", False),
+        stored_files=stored_files,
+        arrow_files=(arrow_file,),
     )
 
 
-def _schema(string_ids: bool, embedded: bool, attribute_columns: int, joined: bool, masks: bool) -> pa.Schema:
-    fields = {"image_id": pa.string() if string_ids else pa.int64()}
-    fields["file_name"] = pa.string()
-    if embedded:
-        fields["image"] = pa.binary()
-    fields["width"] = pa.int64()
-    fields["height"] = pa.int64()
-    if joined:
-        fields["set"] = pa.int64()
-    of_objects = dict(OBJECT_TYPES)
-    if attribute_columns:
-        of_objects["attributes"] = pa.list_(ATTRIBUTE_ID, attribute_columns)
-    groups = {"objects": of_objects, "relations": RELATION_TYPES}
-    for name, types in groups.items():
-        lists = {key: pa.list_(type_) for key, type_ in types.items()}
-        fields[name] = pa.struct(lists)
-    if masks:
-        fields["masks"] = pa.binary()
-    return pa.schema(fields)
-
-
-def _write_stream(
-    images: Sequence[ImageRow],
-    boxes: Boxes,
-    relations: Relations,
-    encoded: Iterable[bytes] | None,
-    set_of_image: np.ndarray | None,
-    path: Path,
-) -> None:
-    schema = _schema_of(images, boxes, set_of_image, embedded=encoded is not None)
-    encoded = iter(encoded) if encoded is not None else None
-    batches = _record_batches(schema, images, boxes, relations, encoded, set_of_image)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-
-
-def rows_in_memory(
-    images: Sequence[ImageRow], boxes: Boxes, relations: Relations, set_of_image: np.ndarray | None
-) -> pa.Table:
-    """Return columns as `DetectionTable.rows`, in memory alone; arguments are those of `write_table`."""
-    schema = _schema_of(images, boxes, set_of_image, embedded=False)
-    batches = _record_batches(schema, images, boxes, relations, None, set_of_image)
-    return pa.Table.from_batches(batches, schema)
-
-
-def _schema_of(
-    images: Sequence[ImageRow], boxes: Boxes, set_of_image: np.ndarray | None, *, embedded: bool
-) -> pa.Schema:
-    attributes = boxes.extra.get("attributes")
-    string_ids = bool(images) and isinstance(images[0].image_id, str)
-    columns = 0 if attributes is None else attributes.shape[1]
-    return _schema(string_ids, embedded, columns, set_of_image is not None, "masks" in boxes.extra)
-
-
-def _record_batches(
-    schema: pa.Schema,
-    images: Sequence[ImageRow],
-    boxes: Boxes,
-    relations: Relations,
-    encoded: Iterator[bytes] | None,
-    set_of_image: np.ndarray | None,
-) -> Iterator[pa.RecordBatch]:
-    objects = {
-        "id": boxes.ids,
-        "bbox": boxes.xyxy,
-        "category": boxes.labels,
-        "area": boxes.area,
-        "iscrowd": boxes.iscrowd,
-        "attributes": boxes.extra.get("attributes"),
-    }
-    ends = {name: getattr(relations, name) for name in RELATION_TYPES}
-    stored = {}  # columns of bytes, row by row
-    if encoded is not None:
-        stored["image"] = encoded
-    if "masks" in boxes.extra:
-        stored["masks"] = _masks_of_images(boxes)
-    of_rows = zip(*stored.values(), strict=True)
-    start = 0
-    while start < len(images):
-        held = _some(of_rows) if stored else []
-        count = len(held) if stored else BATCH_ROWS
-        stop = min(start + count, len(images))
-        rows = images[start:stop]
-        batch = {}
-        for name in ImageRow._fields:
-            batch[name] = [getattr(row, name) for row in rows]
-        for position, name in enumerate(stored):
-            batch[name] = [values[position] for values in held]
-        if set_of_image is not None:
-            batch["set"] = set_of_image[start:stop]
-        of_boxes = boxes.offsets[start : stop + 1]
-        of_relations = relations.offsets[start : stop + 1]
-        batch["objects"] = _lists(schema.field("objects").type, of_boxes, objects)
-        batch["relations"] = _lists(schema.field("relations").type, of_relations, ends)
-        arrays = [pa.array(batch[column.name], column.type) for column in schema]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-        start = stop
-
-
-def _masks_of_images(boxes: Boxes) -> Iterator[bytes]:
-    """Yield the stored form of the masks of each image."""
-    shapes = boxes.extra["masks"]
-    for index in range(boxes.num_images):
-        yield to_bytes(shapes[boxes.of_image(index)].tolist())
-
-
-def _some(of_rows: Iterator[tuple[bytes, ...]]) -> list[tuple[bytes, ...]]:
-    """Return the next images and masks of one record batch."""
-    held = []
-    size = 0
-    for values in of_rows:
-        held.append(values)
-        size += sum(map(len, values))
-        if len(held) >= BATCH_ROWS or size >= BATCH_BYTES:
-            break
-    return held
-
-
-def _lists(struct: pa.StructType, offsets: np.ndarray, columns: Mapping[str, np.ndarray]) -> pa.StructArray:
-    """Return rows offsets[0]:offsets[-1] of the columns, as lists of each image."""
-    rows = slice(int(offsets[0]), int(offsets[-1]))
-    within = pa.array(offsets - offsets[0], pa.int32())
-    lists = []
-    for struct_field in struct:
-        values = columns[struct_field.name][rows]
-        kind = struct_field.type.value_type
-        if pa.types.is_fixed_size_list(kind):
-            flat = values.astype(kind.value_type.to_pandas_dtype()).reshape(-1)
-            inner = pa.FixedSizeListArray.from_arrays(pa.array(flat, kind.value_type), type=kind)
-        else:
-            inner = pa.array(values.astype(kind.to_pandas_dtype()), kind)
-        lists.append(pa.ListArray.from_arrays(within, inner, type=struct_field.type))
-    return pa.StructArray.from_arrays(lists, fields=list(struct))
+def fingerprint_in_cache(cache_file: Path) -> str:
+    """Return the fingerprint of a joined or held-out table that an earlier version of the toolkit wrote; "" if none."""
+    try:
+        info = json.loads(cache_file.read_text(encoding="utf-8"))
+        is_whole = info["version"] == TABLE_VERSION and info["digest"] == _digest_of_info(info)
+        return info["fingerprint"] if is_whole else ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def columns_of_rows(rows: Sequence[Mapping]) -> tuple[list[ImageRow], Boxes, Relations]:

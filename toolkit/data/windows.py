@@ -1,25 +1,23 @@
-"""A view of a table whose images are windows of its pictures, for training and judging on tiles of large pictures."""
+"""A table whose images are windows of the pictures of another, for training and judging on tiles of large pictures."""
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 from torch import Tensor
 
-from toolkit.base.boxes import Boxes, Relations, offsets_of
-from toolkit.data.annotations import ImageRow
+from toolkit.base.boxes import Boxes, Relations, offsets_of, rows_of_lists
+from toolkit.data.columns import ON_DISK, TEXT, Columns
 from toolkit.data.image_sources import Stored
 from toolkit.data.sampling import MIXED_PICTURES
 from toolkit.data.table import DetectionTable
-from toolkit.data.table_cache import rows_in_memory
 from toolkit.data.tiff_windows import decode_tiff_window
 from toolkit.data.tiles import Tiling, clip_to_windows
 
 CACHE_BYTES = 2**29  # of decoded pictures, in each process that reads them
+PAIRS_AT_ONCE = 2**18  # of windows and boxes that are compared; all at once would take gigabytes
 
 
 class DecodedPictures:
@@ -68,8 +66,8 @@ class WindowTable(DetectionTable):
     The boxes of a window are in its own pixels and clipped to it. A box of which it shows less than the share
     `tiling.visible` is marked as a crowd region, which is neither object nor background. A box that two windows show is
     in both, with the same id. The area of a cut object is its area times the share of its box that the window shows.
-    The image id of a window is a text, "17@640,0" for that of the picture 17 at left 640 and top 0. Relations are left
-    out.
+    The image id of a window is a text, "17@640,0" for that of the picture 17 at left 640 and top 0. Relations and masks
+    are left out. `row` has `window`, the xyxy of a window in its picture, and `picture`, the row of that in `pictures`.
 
     pictures: the table of whole pictures. tiling: how they are cut.
     """
@@ -78,96 +76,19 @@ class WindowTable(DetectionTable):
     tiling: Tiling | None = None
     decoded: DecodedPictures = field(default_factory=DecodedPictures, init=False, repr=False)
 
-    @functools.cached_property
-    def _layout(self) -> tuple[np.ndarray, np.ndarray]:
-        """The windows of all pictures, (W, 4) int64, and the row of each one's picture, (W,) int64.
-
-        Raises BadInput: there are too many.
-        """
-        self.tiling.check_number(self.pictures.sizes_hw())
-        of_size: dict[tuple[int, int], np.ndarray] = {}
-        parts = [np.zeros((0, 4), np.int64)]
-        counts = []
-        for height, width in self.pictures.sizes_hw().tolist():
-            size_hw = (height, width)
-            if size_hw not in of_size:
-                of_size[size_hw] = self.tiling.windows(size_hw)
-            parts.append(of_size[size_hw])
-            counts.append(len(of_size[size_hw]))
-        pictures = np.repeat(np.arange(len(counts)), counts)
-        return np.concatenate(parts)[: self.count], pictures[: self.count]
-
     @property
     def windows_xyxy(self) -> np.ndarray:
         """The place of each window in its picture, (W, 4) int64 xyxy in pixels."""
-        return self._layout[0]
+        return self.columns.images["window"]
 
     @property
     def picture_of_window(self) -> np.ndarray:
         """The row in `pictures` of each window's picture, (W,) int64, not decreasing."""
-        return self._layout[1]
-
-    @functools.cached_property
-    def _content(self) -> tuple[pa.Table, dict]:
-        boxes = self._clipped_boxes()
-        relations = Relations.none(len(self.windows_xyxy))
-        sets = self.pictures.set_of_image()[self.picture_of_window] if self.sets else None
-        return rows_in_memory(self._image_rows(), boxes, relations, sets), {}
-
-    def _image_rows(self) -> list[ImageRow]:
-        whole = self.pictures.image_rows()
-        rows = []
-        for window, picture in zip(self.windows_xyxy.tolist(), self.picture_of_window.tolist(), strict=True):
-            left, top, right, bottom = window
-            image_id = f"{whole[picture].image_id}@{left},{top}"
-            rows.append(ImageRow(image_id, whole[picture].file_name, right - left, bottom - top))
-        return rows
-
-    def _clipped_boxes(self) -> Boxes:
-        whole = self.pictures.boxes()
-        windows = self.windows_xyxy
-        first_window = np.searchsorted(self.picture_of_window, np.arange(len(self.pictures) + 1))
-        counts = [np.zeros(0, np.int64)]
-        rows = [np.zeros(0, np.int64)]
-        xyxy = [np.zeros((0, 4))]
-        shares = [np.zeros(0)]
-        for picture in range(len(self.pictures)):
-            own_windows = windows[first_window[picture] : first_window[picture + 1]]
-            own_boxes = whole.of_image(picture)
-            clipped, share = clip_to_windows(whole.xyxy[own_boxes][None], own_windows[:, None])
-            is_shown = (clipped[..., 2:] > clipped[..., :2]).all(-1)  # (windows, boxes)
-            _, box = is_shown.nonzero()
-            counts.append(is_shown.sum(1))
-            rows.append(own_boxes.start + box)
-            xyxy.append(clipped[is_shown])
-            shares.append(share[is_shown])
-        row = np.concatenate(rows)
-        share = np.concatenate(shares)
-        extra = {name: column[row] for name, column in whole.extra.items()}
-        return Boxes(
-            offsets_of(np.concatenate(counts)),
-            np.concatenate(xyxy),
-            whole.labels[row],
-            scores=None,
-            area=whole.area[row] * share,
-            iscrowd=whole.iscrowd[row] | (share < self.tiling.visible),
-            ids=whole.ids[row],
-            extra=extra,
-        )
+        return self.columns.images["picture"]
 
     def has_objects(self) -> np.ndarray:
         """Return (W,) bool: whether a window has a box that is not a crowd region."""
-        boxes = self.boxes()
-        counts = np.bincount(boxes.image_index[~boxes.iscrowd], minlength=len(self))
-        return counts > 0
-
-    def row(self, index: int) -> dict:
-        """Return one window as `DetectionTable.row` does, with `window`, its xyxy in the picture, and `picture`, the
-        row of that in `pictures`."""
-        row = super().row(index)
-        row["window"] = self.windows_xyxy[index].tolist()
-        row["picture"] = int(self.picture_of_window[index])
-        return row
+        return self.num_objects() > 0
 
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
         """Return the place of the whole picture, or its encoded bytes."""
@@ -199,15 +120,6 @@ class WindowTable(DetectionTable):
             return None
         return decode_tiff_window(source, row["window"], size_hw, self.max_image_pixels, self.white)
 
-    @functools.cached_property
-    def identity(self) -> dict[str, str | int]:
-        """Return JSON values that describe this table, see `DetectionTable.identity`; no file has its rows."""
-        boxes = int(self.num_objects().sum())
-        identity = {"fingerprint": self.fingerprint, "file": "", "images": len(self), "boxes": boxes}
-        if self.class_map:
-            identity["classes"] = dict(self.class_map)
-        return identity
-
     def __str__(self) -> str:
         height, width = self.tiling.tile_hw
         boxes = self.boxes()
@@ -221,21 +133,83 @@ class WindowTable(DetectionTable):
 
 
 def windows_of_table(pictures: DetectionTable, tiling: Tiling) -> WindowTable:
-    """Return the windows of the pictures of a table as a table; nothing is written, and no picture is read."""
-    return WindowTable(
-        arrow_file=pictures.arrow_file,
-        categories=pictures.categories,
-        attributes=pictures.attributes,
-        image_root=pictures.image_root,
-        problems=pictures.problems,
-        name=pictures.name,
-        fingerprint=f"{pictures.fingerprint}-{tiling}",
-        max_image_pixels=pictures.max_image_pixels,
-        white=pictures.white,
-        sets=pictures.sets,
-        class_map=pictures.class_map,
-        pictures=pictures,
-        tiling=tiling,
+    """Return the windows of the pictures of a table as a table; no picture is read.
+
+    Raises BadInput: there are too many.
+    """
+    tiling.check_number(pictures.sizes_hw())
+    windows, picture_of_window = _layout(pictures.sizes_hw(), tiling)
+    columns = Columns(
+        _images_of_windows(pictures, windows, picture_of_window),
+        _clipped(pictures.columns.boxes, windows, picture_of_window, tiling.visible),
+        Relations.none(len(windows)),
+    )
+    values = {each.name: getattr(pictures, each.name) for each in fields(DetectionTable)}
+    values["columns"] = columns
+    values["predicates"] = ()
+    values["fingerprint"] = f"{pictures.fingerprint}-{tiling}"
+    values["before_classes"] = None
+    values["stored_files"] = ()
+    values["arrow_files"] = ()
+    return WindowTable(**values, pictures=pictures, tiling=tiling)
+
+
+def _layout(sizes_hw: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
+    """Return the windows of all pictures, (W, 4) int64, and the row of each one's picture, (W,) int64.
+
+    sizes_hw: (P, 2) of the pictures.
+    """
+    sizes, size_of_picture = np.unique(sizes_hw, axis=0, return_inverse=True)
+    of_sizes = [tiling.windows(size_hw) for size_hw in sizes.tolist()]
+    offsets_of_sizes = offsets_of([len(windows) for windows in of_sizes])
+    offsets, rows = rows_of_lists(offsets_of_sizes, size_of_picture.reshape(-1))
+    windows = np.concatenate([np.zeros((0, 4), np.int64), *of_sizes])[rows]
+    picture_of_window = np.repeat(np.arange(len(sizes_hw)), np.diff(offsets))
+    return windows, picture_of_window
+
+
+def _images_of_windows(
+    pictures: DetectionTable, windows: np.ndarray, picture_of_window: np.ndarray
+) -> dict[str, np.ndarray]:
+    columns = {}
+    for name, column in pictures.columns.images.items():
+        if name not in ON_DISK:
+            columns[name] = column[picture_of_window]
+    left_top = windows[:, :2]
+    right_bottom = windows[:, 2:]
+    image_ids = []
+    for image_id, (left, top) in zip(columns["image_id"].tolist(), left_top.tolist(), strict=True):
+        image_ids.append(f"{image_id}@{left},{top}")
+    columns["image_id"] = np.array(image_ids, TEXT)
+    columns["size_hw"] = np.ascontiguousarray((right_bottom - left_top)[:, ::-1])
+    columns["window"] = windows
+    columns["picture"] = picture_of_window
+    return columns
+
+
+def _clipped(boxes: Boxes, windows: np.ndarray, picture_of_window: np.ndarray, visible: float) -> Boxes:
+    """Return the boxes of all windows (W, 4) as `WindowTable` has them; boxes: of the pictures."""
+    pairs = np.cumsum(np.diff(boxes.offsets)[picture_of_window])  # of each window and those before it
+    first_of_parts = np.flatnonzero(np.diff(pairs // PAIRS_AT_ONCE)) + 1
+    parts = []
+    for rows in np.split(np.arange(len(windows)), first_of_parts):
+        parts.append(_clipped_part(boxes.of_images(picture_of_window[rows]), windows[rows], visible))
+    return Boxes.concatenated(parts)
+
+
+def _clipped_part(boxes: Boxes, windows: np.ndarray, visible: float) -> Boxes:
+    """Return what each window (W, 4) shows of its boxes; boxes: for each window all those of its picture."""
+    clipped, share = clip_to_windows(boxes.xyxy.astype(np.float64), windows[boxes.image_index])
+    is_shown = (clipped[:, 2:] > clipped[:, :2]).all(1)
+    share = share[is_shown]
+    shown = boxes[is_shown]
+    extra = {name: column for name, column in shown.extra.items() if name != "stored_mask"}
+    return replace(
+        shown,
+        xyxy=clipped[is_shown].astype(np.float32),
+        area=(shown.area * share).astype(np.float32),
+        iscrowd=shown.iscrowd | (share < visible),
+        extra=extra,
     )
 
 

@@ -188,7 +188,7 @@ def check_ground_truth(table) -> list[str]:
     truth = table.boxes()
     wanted = truth[~truth.iscrowd]
     if not len(wanted):
-        return [f"{name}: no boxes to find in {len(table.rows)} images; every AP will be undefined (null)"]
+        return [f"{name}: no boxes to find in {len(table)} images; every AP will be undefined (null)"]
     image_and_class = truth.image_index * len(table.categories) + truth.labels
     _, counts = np.unique(image_and_class, return_counts=True)
     most = int(counts.max())

@@ -42,8 +42,7 @@ def join_windows(
     height, width = size_hw
     moved = []
     cut = []
-    windows = torch.as_tensor(windows_xyxy).tolist()
-    for part, (left, top, right, bottom) in zip(parts, windows, strict=True):
+    for part, (left, top, right, bottom) in zip(parts, windows_xyxy.tolist(), strict=True):
         boxes = part["boxes"]
         after = torch.tensor([right - left, bottom - top]) - boxes[:, 2:]
         space = torch.cat([boxes[:, :2], after], dim=1)  # between each side of a box and that of its window

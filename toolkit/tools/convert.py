@@ -59,6 +59,7 @@ def open_source_splits(
     names = [name for name in layout.splits if name != "trainval" or "train" not in layout.splits]
     # a split may lack a class that another one has
     tables = {name: open_dataset(name, path=source, classes_must_exist=False, **reading) for name in names}
-    listed = dict.fromkeys(name for table in tables.values() for name in table.as_stored().class_names)
+    as_read = [table.before_classes or table for table in tables.values()]
+    listed = dict.fromkeys(name for table in as_read for name in table.class_names)
     check_class_map(class_map_of(classes), list(listed), source)
     return {"train" if name == "all" else name: table for name, table in tables.items()}

@@ -270,7 +270,7 @@ def _name_by_file(entries: list[dict], table) -> None:
     """Set the table's image ids in detections by the names of their files; change nothing if some do not fit."""
     ids = table.image_ids().tolist()
     of_name: dict[str, list] = {}
-    for image_id, name in zip(ids, table.rows["file_name"].to_pylist(), strict=True):
+    for image_id, name in zip(ids, table.file_names(), strict=True):
         path = PurePosixPath(name)
         for key in {name, path.name, path.stem}:
             of_name.setdefault(key, []).append(image_id)

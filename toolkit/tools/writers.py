@@ -441,7 +441,7 @@ def _linked(source: Path, target: Path) -> bool:
 
 def file_names(table: DetectionTable) -> list[str]:
     """Return a file name for the image of every row, all different; a missing suffix is chosen by the content."""
-    names = table.rows.column("file_name").to_pylist()
+    names = table.file_names()
     for index, name in enumerate(names):
         if os.path.splitext(name)[1].lower() not in IMAGE_SUFFIXES:  # "row 3" of a `datasets` data set
             names[index] = f"{name.replace(' ', '_')}.{_kind_and_suffix(table, index)[1]}"

@@ -91,7 +91,7 @@ def open_dataset(
         from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
 
         sets = pair_folders_and_splits(path, source)
-        return open_joined(sets, open_one, unlisted_classes, cache_dir, class_map, classes_must_exist)
+        return open_joined(sets, open_one, unlisted_classes, class_map, classes_must_exist)
     table = open_one(source, path=path)
     if classes_must_exist:
         check_class_map(class_map, table.class_names, table.name)

@@ -13,10 +13,10 @@ import numpy as np
 from toolkit.base.boxes import Boxes, common_and_union
 from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
+from toolkit.data.columns import Columns
 from toolkit.data.mask_checks import mended_areas
 from toolkit.data.splits import CROWDS_ARE_SKIPPED, many_crowds, mostly_empty, overlap
 from toolkit.data.table import DetectionTable
-from toolkit.data.table_cache import cache_root, write_table
 from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
 from toolkit.tools.doctor.tile_advice import tile_advice
 from toolkit.tools.writers import names_by_content, write_coco_folder
@@ -156,7 +156,7 @@ def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
 def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
     """Count the images and boxes of a split, summarise their sizes, and report small boxes and boxes given twice."""
     truth = table.boxes()
-    names = table.rows["file_name"].to_pylist()
+    names = table.file_names()
     plain = truth[~truth.iscrowd]
     classes = len(table.categories)
     twice = list(_given_twice(split, table, truth, names, result))
@@ -250,7 +250,7 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     shared = {root: set() for root, splits in roots.items() if splits > 1}  # file names listed by a split of the root
     for table in tables.values():
         if table.image_root in shared:
-            shared[table.image_root].update(table.rows["file_name"].to_pylist())
+            shared[table.image_root].update(table.file_names())
             shared[table.image_root].update(problem.file for problem in table.problems)
     grouped = {}
     for split, table in tables.items():
@@ -370,7 +370,6 @@ def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out
 def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: Set, log: list[str]) -> DetectionTable:
     whole = table.labelled()
     boxes = whole.boxes
-    relations = whole.relations
     images = np.ones(len(table), bool)
     kept = np.ones(len(boxes), bool)
     without_usable = {p.image_id for p in table.problems if "annotations is usable" in p.message}
@@ -386,19 +385,24 @@ def _cleaned(split: str, table: DetectionTable, inspection: Inspection, unused: 
             row = boxes.offsets[index] + position
             log.append(f"{split}: image {image.file_name}, annotation {boxes.ids[row]} left out: {why}")
             kept[row] = False
+    area = boxes.area.copy()
     if table.has_masks:
-        area = boxes.area.copy()
         for row, of_mask in mended_areas(boxes, whole.images).items():
             name = whole.images[boxes.image_index[row]].file_name
             log.append(f"{split}: image {name}, annotation {boxes.ids[row]}: area {area[row]:g} became {of_mask:g}")
             area[row] = of_mask
-        boxes = replace(boxes, area=area)
     labels = [label for label, category in enumerate(whole.categories) if category.name not in unused]
-    return write_table(
-        [whole.images[index] for index in np.flatnonzero(images)],
-        replace(boxes, labels=np.searchsorted(labels, boxes.labels))[kept].of_images(images),
-        relations.of_boxes(boxes, kept).of_images(images),
-        cache_file=cache_root() / "tables" / f"{table.fingerprint}-clean.json",
-        categories=[whole.categories[label] for label in labels],
-        **{name: getattr(table, name) for name in ("predicates", "attributes", "image_root")},
+    stored = table.columns
+    mended = replace(
+        stored.boxes, labels=np.searchsorted(labels, stored.boxes.labels), area=area.astype(stored.boxes.area.dtype)
+    )
+    relations = stored.relations.of_boxes(stored.boxes, kept)
+    return replace(
+        table,
+        columns=Columns(stored.images, mended[kept], relations).select(images),
+        categories=tuple(whole.categories[label] for label in labels),
+        problems=[],
+        fingerprint=f"{table.fingerprint}-clean",
+        before_classes=None,
+        arrow_files=(),
     )

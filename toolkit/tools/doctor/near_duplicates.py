@@ -18,7 +18,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
 from toolkit.data.splits import Fold
 from toolkit.data.table import DetectionTable
-from toolkit.data.table_cache import cache_root, open_table, write_selection
+from toolkit.data.table_cache import cache_root, fingerprint_in_cache
 
 logger = logging.getLogger(__name__)
 
@@ -79,34 +79,30 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     """
     root = table.image_root
     key = hashlib.blake2b(f"looks {CACHE_VERSION} {table.fingerprint}{_white_of(table)}".encode(), digest_size=16)
-    for name in table.rows["file_name"].to_pylist() if root is not None else ():
+    for name in table.file_names() if root is not None else ():
         key.update(_stamp(root / name).encode(errors="surrogateescape"))
-    file = cache_root(cache_dir) / "looks" / f"{key.hexdigest()}.npz"
-    known = _read_signatures(file, len(table))
-    if known is not None:
-        return known
 
     def read(index: int) -> list[tuple[str, bytes]]:
         return [_digest_and_thumbnail(table.image_source(table.row(index)), table.white)]
 
-    results = parallel(
-        read,
-        range(len(table)),
-        "comparing images",
-        None if root is None else waits_for(root),
-    )
-    thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
-    made = ImageSignatures(
-        np.array([digest for digest, _ in results], dtype="S32"),
-        thumbnails.reshape(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE),
-    )
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
-        np.savez(temporary, digests=made.digests, thumbnails=made.thumbnails)
-        fsync_folder(temporary)
-        temporary.replace(file)
-    return made
+    def make() -> dict[str, np.ndarray]:
+        results = parallel(
+            read,
+            range(len(table)),
+            "comparing images",
+            None if root is None else waits_for(root),
+        )
+        thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
+        return {
+            "digests": np.array([digest for digest, _ in results], dtype="S32"),
+            "thumbnails": thumbnails.reshape(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE),
+        }
+
+    expected = {
+        "digests": np.empty(len(table), "S32"),
+        "thumbnails": np.empty((len(table), THUMBNAIL_SIDE, THUMBNAIL_SIDE), np.uint8),
+    }
+    return ImageSignatures(**_cached_arrays(f"looks/{key.hexdigest()}.npz", expected, make, cache_dir))
 
 
 # What zipfile and NumPy raise while they read an archive of arbitrary bytes; tests/test_caches.py damages some.
@@ -117,34 +113,43 @@ _OF_DAMAGED_ARCHIVES = (
 )
 
 
-def _read_signatures(file: Path, count: int) -> ImageSignatures | None:
-    """Read the cached signatures of `count` images; None if there are none, or the file is damaged, which is logged."""
+def _cached_arrays(
+    name: str,
+    expected: Mapping[str, np.ndarray],
+    make: Callable[[], Mapping[str, np.ndarray]],
+    cache_dir: str | Path | None,
+) -> Mapping[str, np.ndarray]:
+    """Return the arrays of the file `name` of the cache; what `make` returns, and write it there, if there are none.
+
+    expected: arrays with the names, shapes and types that they must have; otherwise they are damaged, which is logged,
+        and are made anew.
+    """
+    file = cache_root(cache_dir) / name
     try:
-        return _signatures_in(file, count)
+        return _arrays_in(file, expected)
     except FileNotFoundError:
-        return None
+        pass
     except _OF_DAMAGED_ARCHIVES as error:
         fault = type(error).__name__
-        logger.warning(
-            "%s: the cached looks of images are damaged (%s); they are made anew",
-            file,
-            fault,
-        )
-        return None
+        logger.warning("%s: this file of the cache is damaged (%s); it is made anew", file, fault)
+    made = make()
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{os.getpid()}-{id(made)}.tmp.npz")
+        np.savez(temporary, **made)
+        fsync_folder(temporary)
+        temporary.replace(file)
+    return made
 
 
-def _signatures_in(file: Path, count: int) -> ImageSignatures:
-    """Read the signatures in a cache file. Raises ValueError if they are not those of `count` images.
-
-    The members of an `.npz` have checksums, which reading them compares.
-    """
+def _arrays_in(file: Path, expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Read an `.npz` file, whose members have checksums, which are compared. Raises ValueError: others are expected."""
     with np.load(file, allow_pickle=False) as saved:
-        digests = saved["digests"]
-        thumbnails = saved["thumbnails"]
-    is_whole = digests.shape == (count,) and thumbnails.shape == (count, THUMBNAIL_SIDE, THUMBNAIL_SIDE)
-    if not is_whole or digests.dtype != np.dtype("S32") or thumbnails.dtype != np.uint8:
-        raise ValueError(f"{file}: not the signatures of {count} images")
-    return ImageSignatures(digests, thumbnails)
+        arrays = {name: saved[name] for name in expected}
+    for name, array in arrays.items():
+        if array.shape != expected[name].shape or array.dtype != expected[name].dtype:
+            raise ValueError(f"{file}: {name} is {array.dtype} {array.shape}")
+    return arrays
 
 
 def same_files(signatures: ImageSignatures) -> list[list[int]]:
@@ -239,29 +244,32 @@ def hold_out(
 ) -> tuple[DetectionTable, DetectionTable]:
     """Split a table into a rest and a part to hold out, and return the tables (rest, part).
 
-    Images that look alike stay together. The tables are cached. Which images are held out does not depend on
-    `data.classes`.
+    Images that look alike stay together. Which images are held out is cached, and does not depend on `data.classes`.
 
     share: the part: a share of the images, from 0 to 1, which is met approximately; or a fold.
     """
-    if table.class_map and table.as_stored() is not table:
-        parts = hold_out(table.as_stored(), share, cache_dir)
-        rest, part = (with_classes(part, table.class_map) for part in parts)
-        return rest, part
+    data = table.before_classes or table
     is_fold = isinstance(share, Fold)
     amount = f"{share.number}of{share.of}" if is_fold else f"{share:g}"
-    name = f"{table.fingerprint}-{amount}-{{}}-{CACHE_VERSION}{_white_of(table)}.json"
-    files = [cache_root(cache_dir) / "tables" / name.format(part) for part in ("rest", "held")]
-    cached = [open_table(file) for file in files]
-    if all(entry and entry[0].image_root == table.image_root for entry in cached):
-        rest, part = (dataclasses.replace(opened, name=table.name) for opened, _ in cached)
-    else:
-        signatures = signatures_of(table, cache_dir)
-        held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
-        rest = write_selection(table, np.flatnonzero(~held), files[0], table.name)
-        part = write_selection(table, np.flatnonzero(held), files[1], table.name)
-    of_table = {name: getattr(table, name) for name in ("class_map", "max_image_pixels", "white")}
-    rest, part = (dataclasses.replace(part, **of_table) for part in (rest, part))
+
+    def name_of(part: str) -> str:
+        return f"{data.fingerprint}-{amount}-{part}-{CACHE_VERSION}{_white_of(data)}"
+
+    def make() -> dict[str, np.ndarray]:
+        signatures = signatures_of(data, cache_dir)
+        is_held = folds_of(signatures, share.of) == share.number - 1 if is_fold else held_out(signatures, share)
+        return {"is_held": is_held}
+
+    expected = {"is_held": np.empty(len(data), bool)}
+    is_held = _cached_arrays(f"looks/{name_of('held')}.npz", expected, make, cache_dir)["is_held"]
+    parts = []
+    for part_name, rows in (("rest", ~is_held), ("held", is_held)):
+        # Earlier versions wrote the parts as tables: their runs go on with the fingerprints of these.
+        written = cache_root(cache_dir) / "tables" / f"{name_of(part_name)}.json"
+        part = data.select(rows, fingerprint_in_cache(written))
+        part = dataclasses.replace(part, problems=[])
+        parts.append(part if data is table else with_classes(part, table.class_map))
+    rest, part = parts
     return rest, part
 
 

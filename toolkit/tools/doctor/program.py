@@ -109,7 +109,8 @@ def open_all(
         sources.append(source)
         for name, table in opened.items():
             tables[name if name not in tables else f"{given} ({name})"] = table
-    listed = dict.fromkeys(name for table in tables.values() for name in table.as_stored().class_names)
+    as_read = [table.before_classes or table for table in tables.values()]
+    listed = dict.fromkeys(name for table in as_read for name in table.class_names)
     check_class_map(class_map_of(options.classes), list(listed), " and ".join(options.source))
     return tables, sources
 
