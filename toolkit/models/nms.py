@@ -27,7 +27,7 @@ PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
 class RoundLimit(NamedTuple):
-    """How far suppression goes inside `repeated_until_enough`, before the host has read whether that was enough.
+    """The limits of a suppression inside `repeated_until_enough`, until the host has read whether they were enough.
 
     rounds: number of rounds. width: number of boxes of an image that are compared, the best ones. not_enough: 0-dim
     bool tensors on the device, each True if a suppression needed more of either.
