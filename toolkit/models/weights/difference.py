@@ -11,7 +11,7 @@ MAX_NAMED = 4  # tensors of a kind in a message
 
 @dataclass
 class Difference:
-    """What distinguishes the tensors of a file from those of a model; false if nothing does.
+    """The difference between the tensors of a file and those of a model; false if there is none.
 
     Attributes:
         missing: names of the model's tensors that the file does not have.
