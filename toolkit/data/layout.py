@@ -1,4 +1,4 @@
-"""Where the files of a data set lie: its folders, each listed once, and the splits that names say.
+"""The scan of a data set: its folders, each listed once, and the splits that names say.
 
 A format finds its splits in a `Layout` (`Splits`), and reads one of them; whatever else looks like a split is reported
 as not used, by one rule for all formats.

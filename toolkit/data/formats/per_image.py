@@ -27,7 +27,7 @@ Entries = Mapping[str, ParsedImage | str]
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How the files of a format are read.
+    """A format with a file for each image.
 
     suffix: of the files, in small letters. is_annotation: says whether a file is an annotation. parse: reads one;
     raises ValueError, with a message, if it does not have what it must have.
