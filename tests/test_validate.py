@@ -87,6 +87,17 @@ def test_raise_lists_everything_at_once_and_headers_tell_of_truncation(tmp_path)
     assert {p.image_id for p in table.problems if p.severity == "error"} == set(ERRORS)
 
 
+def test_many_errors_of_a_kind_are_one_line(tmp_path):
+    outside = [box(id=number, bbox=[30, 1, 5, 5]) for number in range(1, 12)]
+    file = write(tmp_path, document(annotations=[*outside, box(id=12, category_id=5), box(id=13, bbox=[2, 2, 0, 0])]))
+    with pytest.raises(BadInput) as caught:
+        open_dataset(file, image_dir=tmp_path, cache_dir=tmp_path / "cache", check_images=False)
+    first, many, *others = caught.value.problems
+    assert "13 errors" in first and len(others) == 2
+    assert many.startswith("11 of one kind (scripts/check_data.py --json lists all), such as: error: a.jpg (image 1, ")
+    assert many.count("lies outside the image") == 3
+
+
 @pytest.mark.parametrize(("name", "words"), [
     ("truncated", ["invalid JSON", "line 35, column 11"]),
     ("empty", ["empty file"]),

@@ -22,6 +22,7 @@ from toolkit.data.annotations import ImageRow, Reading
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.columns import read_columns, write_columns
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
+from toolkit.data.problem_lines import grouped, kind_of
 from toolkit.data.table import Category, DetectionTable, Problem
 
 logger = logging.getLogger(__name__)
@@ -121,9 +122,11 @@ def raise_or_log_errors(problems: list[Problem], on_error: str, file: str) -> No
     errors = [problem for problem in problems if problem.severity == "error"]
     warned = sum(problem.severity == "warning" for problem in problems)
     if errors and on_error == "raise":
-        listed = [str(problem) for problem in errors[:LISTED_ERRORS]]
-        if len(errors) > len(listed):
-            listed.append(f"... and {len(errors) - len(listed)} more; scripts/check_data.py lists them all")
+        kinds = [kind_of(problem.message) for problem in errors]
+        listed = grouped(list(map(str, errors)), kinds, "scripts/check_data.py --json lists all")
+        if len(listed) > LISTED_ERRORS:
+            more = f"... and {len(listed) - LISTED_ERRORS} more lines; scripts/check_data.py --json lists all"
+            listed = [*listed[:LISTED_ERRORS], more]
         raise BadInput([f"{file}: {len(errors)} errors (--data.on_error drop leaves these records out):", *listed])
     if errors or warned:
         logger.info("%s: %d unusable records dropped, %d warnings", file, len(errors), warned)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +14,7 @@ from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.columns import Columns
 from toolkit.data.mask_checks import mended_areas
+from toolkit.data.problem_lines import kind_of
 from toolkit.data.splits import CROWDS_ARE_SKIPPED, many_crowds, mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
@@ -23,8 +23,6 @@ from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
 SMALL_PX = 4  # the shorter side of a small box, at the input size
-# In the sentence of a problem: what is in quotes or brackets, numbers, and names of files.
-NAMES_AND_NUMBERS = re.compile(r"""'[^']*'|"[^"]*"|\[[^\]]*\]|\([^)]*\)|\S*\d\S*|\S+\.\w{2,5}\b""")
 RARE_SHARE = 0.01  # share of all boxes
 
 
@@ -263,7 +261,7 @@ def _problems(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     for (where, severity), problems in grouped.items():
         if problems:
             items = [str(problem).split(": ", 1)[1] for problem in problems]
-            kinds = [NAMES_AND_NUMBERS.sub("#", problem.message) for problem in problems]
+            kinds = [kind_of(problem.message) for problem in problems]
             yield Finding(severity, "record", f"{where}: {len(items)}", items, kinds)
 
 

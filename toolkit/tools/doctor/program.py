@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -16,6 +16,7 @@ from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import depth
 from toolkit.data.classes import check_class_map, class_map_of, describe_class_map, written_class_map
 from toolkit.data.formats import MAX_UNUSED_NAMED, open_dataset, recognise
+from toolkit.data.problem_lines import EXAMPLES, MAX_OF_A_KIND, grouped
 from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.run.settings import DataConfig
@@ -25,9 +26,6 @@ from toolkit.tools.doctor.mask_advice import all_have_masks, few_enough
 from toolkit.tools.doctor.training_command import WITH_MASKS, Source, command_for, recipe_for, size_of_recipe, tile_of
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
-MAX_LISTED = 10  # items of a kind; of more, the three largest or first ones stand for all
-EXAMPLES = 3
-MEASURE = re.compile(r" by ([\d.e+-]+) px")  # how large a problem is
 CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
@@ -146,30 +144,16 @@ def report(tables: dict[str, DetectionTable], inspection: Inspection) -> str:
 
 def _lines_of(finding: Finding) -> list[str]:
     """Return the message of a finding and its items; for records only the items, and one line for many of a kind."""
+    items = list(map(_item, finding.items))
     if finding.kind == "record":
-        by_kind: dict[str, list[str]] = {}
-        for item, kind in zip(finding.items, finding.kinds, strict=True):
-            by_kind.setdefault(kind, []).append(_item(item))
-        return [line for items in by_kind.values() for line in _lines_of_kind(items)]
+        return [f"  {line}" for line in grouped(items, finding.kinds, "--json lists all")]
     lines = [f"  {finding.message}"]
     if finding.kind not in ("small boxes", "unused classes", "missing classes", "balance", "classes", "tiles"):
-        shown = finding.items if len(finding.items) <= MAX_LISTED else finding.items[:EXAMPLES]
-        lines += [f"    {_item(item)}" for item in shown]
-        if len(shown) < len(finding.items):
-            lines.append(f"    and {len(finding.items) - len(shown)} more; --json lists all")
+        shown = items if len(items) <= MAX_OF_A_KIND else items[:EXAMPLES]
+        lines += [f"    {item}" for item in shown]
+        if len(shown) < len(items):
+            lines.append(f"    and {len(items) - len(shown)} more; --json lists all")
     return lines
-
-
-def _lines_of_kind(items: Sequence[str]) -> list[str]:
-    """Return a line for each problem of one kind; of more than `MAX_LISTED` one line with the largest or first ones."""
-    if len(items) <= MAX_LISTED:
-        return [f"  {item}" for item in items]
-    measures = [MEASURE.search(item) for item in items]
-    if all(measures):
-        sizes = [float(measure[1]) for measure in measures]
-        items = [item for _, item in sorted(zip(sizes, items, strict=True), key=lambda pair: -pair[0])]
-    order = "the largest" if all(measures) else "such as"
-    return [f"  {len(items)} of one kind (--json lists all), {order}: {'; '.join(items[:EXAMPLES])}"]
 
 
 def data_settings(config: str, script: str | None = None):
