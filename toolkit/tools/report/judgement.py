@@ -143,8 +143,9 @@ judge = Judgement  # the verb, for calls
 
 
 def _judge_graphs(predictions: Mapping, table, about: Mapping) -> Any:
-    if not table.predicates:
-        return None
+    has_graphs = not isinstance(predictions, Boxes) and any("pairs" in each for each in predictions.values())
+    if not table.predicates or not has_graphs:
+        return None  # here, so that the report of boxes does not load what judges graphs
     judge_graphs = index.load(index.REPORT_STATISTICS["relations"])
     return judge_graphs(predictions, table, about)
 
