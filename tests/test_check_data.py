@@ -22,6 +22,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.splits import Fold, open_split, open_splits, share_of, share_that_came_out
+from toolkit.data.table_cache import write_table
 from toolkit.tools.doctor import inspection, near_duplicates
 from toolkit.tools.doctor.inspection import near_boxes
 from toolkit.tools.doctor.near_duplicates import (
@@ -432,6 +433,11 @@ def test_a_share_of_training_data_is_validation_data(clean, tmp_path):
     again = open_split("0.25", say=said.append, part_of="train", **reading)
     assert again.image_ids().tolist() == val.image_ids().tolist() and again.fingerprint == val.fingerprint
     assert hold_out(whole, 0.25, tmp_path / "cache")[0].fingerprint == train.fingerprint
+    # A run of an earlier version, which wrote both parts, goes on with their fingerprints.
+    file = tmp_path / "cache" / "tables" / f"{whole.fingerprint}-0.25-rest-{near_duplicates.CACHE_VERSION}.json"
+    written = write_table(train.image_rows(), train.boxes(), cache_file=file, categories=train.categories)
+    rest, held = hold_out(whole, 0.25, tmp_path / "cache")
+    assert rest.fingerprint == written.fingerprint != train.fingerprint and held.fingerprint == val.fingerprint
     assert share_of("25%") == share_of(" 25 % ") == share_of(0.25) == 0.25 and share_of("val") is None
     assert share_of("2/5") == (2, 5) and share_of("annotations/5") is None
     held = [hold_out(whole, Fold(number, 3), tmp_path / "cache") for number in (1, 2, 3)]

@@ -12,6 +12,8 @@ from toolkit.data import splits
 from toolkit.data.decoding import decode_image
 from toolkit.data.formats import open_dataset, pair_folders_and_splits
 from toolkit.data.pipeline import loader_of_settings, set_repeats
+from toolkit.data.table import hash_of
+from toolkit.data.table_cache import write_table
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
 from toolkit.run.settings import DataConfig
@@ -64,6 +66,15 @@ def test_a_joined_table_holds_the_images_and_boxes_of_all_sets_under_joined_clas
         assert decode_image(table.image_source(row)).equal(decode_image(source.image_source(before)))
     again = opened(folder)
     assert again.fingerprint == table.fingerprint and again.sets == table.sets and again.name == "a + b"
+    # A run of an earlier version, which wrote the joined table, goes on with the fingerprint of that.
+    names = table.file_names()
+    fingerprints = [one.fingerprint for one in alone]
+    about = (fingerprints, str(table.image_root), [names[:6], names[6:]], table.categories, list(table.sets))
+    file = folder / "cache" / "tables" / f"{hash_of(*about, table.predicates)}-joined.json"
+    written = write_table(table.image_rows(), table.boxes(), cache_file=file, categories=table.categories)
+    assert opened(folder).fingerprint == written.fingerprint != table.fingerprint
+    file.write_text(file.read_text().replace(written.fingerprint, "0" * 32))  # damaged
+    assert opened(folder).fingerprint == table.fingerprint
 
 
 def test_ids_that_are_unique_stay_and_files_and_splits_can_be_joined_too(folder, tmp_path):
