@@ -22,7 +22,7 @@ SAME_AREA = 1e-6  # relative difference of two areas that are one
 class BoxColumns:
     """The columns of N annotations, as rules of boxes look at them.
 
-    image, label: (N,) int64 position of the image in `rows`, and label; -1 if there is no such image or category
+    image, label: (N,) int64 position of the image in `rows`, and label; -1 if the image or the category does not exist
     ids: (N,) int64
     xywh, xyxy: (N, 4) boxes as in the file, and clipped to their images
     overshoot: (N,) pixels by which the box leaves its image; 0 if the size of the image is not known
@@ -56,7 +56,7 @@ class BoxColumns:
         return self.annotations.entry(number)["bbox"]
 
     def row_of(self, number: int) -> ImageRow | None:
-        """Return the image of a box, None if there is no such image."""
+        """Return the image of a box, None if it does not exist."""
         return self.rows[self.image[number]] if self.image[number] >= 0 else None
 
     def problem(self, number: int, severity: str, sentence: str) -> Problem:

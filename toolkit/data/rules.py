@@ -16,7 +16,7 @@ from toolkit.data.table import Problem
 
 
 class Rule(NamedTuple):
-    """What must not be in an annotation or a relation.
+    """A rule that an annotation or a relation must keep.
 
     about: the field that the rule is about. Of all rules about one field, only the first that an entry breaks is
         reported. An entry that breaks a rule about `ENTRY` is not looked at further.
