@@ -27,7 +27,7 @@ from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
 from toolkit.data.choices import CROWDS
-from toolkit.data.tiles import MAX_OVERLAP
+from toolkit.data.tiling import MAX_OVERLAP
 from toolkit.tools.arguments import (
     Program,
     add_data_flag,

@@ -41,7 +41,7 @@ from pathlib import Path
 from toolkit.base.errors import exit_on_bad_input
 from toolkit.base.imports import trust_files
 from toolkit.base.text import shown
-from toolkit.data.tiles import MAX_OVERLAP
+from toolkit.data.tiling import MAX_OVERLAP
 from toolkit.tools.arguments import Program, add_flags, finite_number, inference_flags, whole_number
 from toolkit.tools.predict.choices import DEFAULT_THRESHOLD, OUTPUT_FORMATS
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from test_tiff_windows import with_tags
+from test_tiff_crops import with_tags
 
 from toolkit.base.errors import BadInput
 from toolkit.data.dataset import DetectionDataset

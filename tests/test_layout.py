@@ -38,7 +38,7 @@ CORE = {
     "base": set(),
     "step": set(),
     "data": set(),
-    "evaluation": {"data.table", "data.windows", "models.joined_windows", "step.execution", "step.freezing"},
+    "evaluation": {"data.table", "data.tile_table", "models.joined_tiles", "step.execution", "step.freezing"},
     "models": {"step", "data.table", "run.checkpoint_content", "run.layers", "run.open_run", "run.settings_check",
                "run.settings_file"},
     "run": {"step", "data", "evaluation", "models"},

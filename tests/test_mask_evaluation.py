@@ -37,10 +37,10 @@ from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.command_line import parse_config
 from toolkit.run.validation import check_metric
+from toolkit.tools.predict.in_tiles import flipped, tiled
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.predict.predictor import Predictor, of_classes, own_predict
-from toolkit.tools.predict.tiles import flipped, tiled
 from toolkit.tools.predictions_file import read_predictions
 from toolkit.tools.report.evaluation_display import shown_evaluation
 from toolkit.tools.report.facts import RunFacts

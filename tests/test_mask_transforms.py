@@ -105,7 +105,7 @@ def assert_on_pixels(image, target, blur, within=None, level=127):
             reference[row] &= within(box)
     drawn = found["masks"] > 0
     is_kept = target["masks"].drawn(image.shape[1:]).flatten(1).any(1).bool() | (target["iscrowd"] > 0)
-    inside = well_inside(target["masks"][is_kept].windows_xyxy, image.shape[1:], blur)
+    inside = well_inside(target["masks"][is_kept].visible_xyxy, image.shape[1:], blur)
     assert not (drawn & ~grown(reference, blur) & inside).any()
     assert not (~drawn & ~grown(~reference, blur, outside=1)).any()
     for mask, expected in zip(drawn, reference, strict=True):
@@ -113,11 +113,11 @@ def assert_on_pixels(image, target, blur, within=None, level=127):
             assert (centre_of(mask) - centre_of(expected)).abs().max() < 0.4 * blur
 
 
-def well_inside(windows_xyxy, size_hw, by):
+def well_inside(visible_xyxy, size_hw, by):
     """The pixels (N, H, W) that are further than `by` from the edges of windows, which leave slivers of objects."""
     rows = np.arange(size_hw[0])[None, :, None]
     columns = np.arange(size_hw[1])[None, None]
-    left, top, right, bottom = windows_xyxy.T[:, :, None, None]
+    left, top, right, bottom = visible_xyxy.T[:, :, None, None]
     in_rows = (rows >= top + by) & (rows < bottom - by)
     in_columns = (columns >= left + by) & (columns < right - by)
     return torch.from_numpy(in_rows & in_columns)

@@ -23,17 +23,17 @@ from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import validation_loader
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.data.tiles import Tiling, starts, tile_hw
+from toolkit.data.tiling import Tiling, starts, tile_hw
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.matches import match_predictions
 from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.evaluation.predictions import best_first
 from toolkit.models.detector import Detector
-from toolkit.models.joined_windows import best_of_classes, merged
+from toolkit.models.joined_tiles import best_of_classes, merged
+from toolkit.tools.predict.in_tiles import flipped, in_tiles, tiled
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.predict_each import predict_table
 from toolkit.tools.predict.predictor import Predictor
-from toolkit.tools.predict.tiles import flipped, in_tiles, tiled
 from toolkit.tools.report.detection_errors import tide_errors
 from toolkit.tools.shapes import CLASSES as SHAPES
 from toolkit.tools.shapes import draw_scene
@@ -113,7 +113,7 @@ def test_long_work_in_tiles_says_how_far_it_is(monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "2 images in tiles: 10 of 36 tiles" and said[-1] == "2 images in tiles: 36 of 36 tiles"
     judged_scenes(tmp_path)
-    assert "evaluation: 2 of 10 batches of windows" in capsys.readouterr().err
+    assert "evaluation: 2 of 10 batches of tiles" in capsys.readouterr().err
 
 
 def test_tiles_have_the_aspect_of_the_images_that_the_detector_was_trained_on():
@@ -226,7 +226,7 @@ def judged_scenes(folder: Path) -> dict:
     return predict_dataset(Finder(), loader, "cpu", top_k=50).by_image
 
 
-def test_an_evaluation_of_whole_pictures_in_windows_finds_what_predict_finds_on_any_number_of_ranks(tmp_path):
+def test_an_evaluation_of_whole_pictures_in_tiles_finds_what_predict_finds_on_any_number_of_ranks(tmp_path):
     table = scenes_as_table(tmp_path / "0")
     found = judged_scenes(tmp_path)
     assert list(found) == table.image_ids().tolist()

@@ -11,9 +11,9 @@ TILES = ("--data.tile", 40, "--data.tile_visible", 0.4, "--data.tile_empty", 0.5
 
 @pytest.fixture(scope="module")
 def tiled(server, script, settings, once):
-    """(arguments but the name, folder of an uninterrupted run of six steps on windows of 40 x 40 px of 64 x 64 px)."""
+    """(arguments but the name, folder of an uninterrupted run of six steps on tiles of 40 x 40 px of 64 x 64 px)."""
     if script.name == "train_sgg":
-        pytest.skip("data.tile refuses scene graphs, whose relations windows cut apart")
+        pytest.skip("data.tile refuses scene graphs, whose relations tiles cut apart")
     args = settings(*TILES, "--run.max_steps", 6, "--run.eval_every", 3, "--run.save_every", 2, "--run.epochs", 2,
                     "--data.workers", 2, "--run.resume", "latest", "--run.keep", 1, "--eval.pictures", 2)  # fmt: skip
 
@@ -32,7 +32,7 @@ def test_a_killed_run_on_tiles_goes_on_to_the_bit(server, script, tiled, tmp_pat
         assert server.run(script, args, 1, [fault]).code == -9
     resumed = server.run(script, args).ok()
     assert_same_run(resumed.folder, reference)
-    said = "windows of at most 40 x 40 px (height x width) of 18 pictures"
+    said = "tiles of at most 40 x 40 px (height x width) of 18 pictures"
     assert said in resumed.text and "an epoch has" in resumed.text
 
 
@@ -49,7 +49,7 @@ def test_a_run_on_tiles_is_judged_again_as_it_was(server, tiled, data, tmp_path)
     _, reference = tiled
     trained = next(row for row in reversed(rows(reference)) if "val/bbox_AP" in row)
     again = server.run(EVALUATE, [reference / "checkpoints" / "latest", "--weights", "model"]).ok()
-    assert "a window (tile40x40" in again.text and "10 images" in again.text
+    assert "a tile (tile40x40" in again.text and "10 images" in again.text
     for name in ("bbox_AP", "bbox_AR100", "loss"):
         assert again.numbers[name] == trained[f"val/{name}"]
     saved = {}
@@ -77,7 +77,7 @@ def test_whole_pictures_of_several_sets_are_held_out_and_judged(server, script, 
     ended = server.run(script, args).ok()
     held = json.loads((ended.folder / "environment.json").read_text())["data"]
     assert held["train"]["images"] + held["val"]["images"] == 28
-    assert held["train"]["windows"] > held["train"]["images"]
+    assert held["train"]["tiles"] > held["train"]["images"]
     again = server.run(EVALUATE, [ended.folder, "--save", tmp_path / "found.json"]).ok()
     assert f"{held['val']['images']} images" in again.text
     ids = {each["image_id"] for each in json.loads((tmp_path / "found.json").read_text())}

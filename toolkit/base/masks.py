@@ -49,13 +49,13 @@ class Masks:
     shapes: of the N objects.
     scale, shift: (N, 2) float64, for x and y: the point p of a shape is now at scale * p + shift. A negative scale
         mirrors.
-    windows_xyxy: (N, 4) float64, in pixels of the image as it is now: only what lies inside is drawn.
+    visible_xyxy: (N, 4) float64, in pixels of the image as it is now: only what lies inside is drawn.
     """
 
     shapes: Sequence[Shape]
     scale: np.ndarray
     shift: np.ndarray
-    windows_xyxy: np.ndarray
+    visible_xyxy: np.ndarray
 
     @classmethod
     def of(cls, shapes: Sequence[Shape]) -> "Masks":
@@ -71,32 +71,32 @@ class Masks:
         """Return the masks that a bool mask (N,) or row numbers select."""
         rows = np.arange(len(self))[np.asarray(rows)]
         shapes = tuple(self.shapes[row] for row in rows)
-        return Masks(shapes, self.scale[rows], self.shift[rows], self.windows_xyxy[rows])
+        return Masks(shapes, self.scale[rows], self.shift[rows], self.visible_xyxy[rows])
 
     def resized(self, x: float, y: float) -> "Masks":
         """Return the masks in the image after both axes are multiplied by these factors."""
         factors = np.array([x, y])
-        windows = self.windows_xyxy * np.tile(factors, 2)
-        return replace(self, scale=self.scale * factors, shift=self.shift * factors, windows_xyxy=windows)
+        visible = self.visible_xyxy * np.tile(factors, 2)
+        return replace(self, scale=self.scale * factors, shift=self.shift * factors, visible_xyxy=visible)
 
     def moved(self, x: float, y: float) -> "Masks":
         """Return the masks after every point is moved by (x, y) pixels."""
         by = np.array([x, y], float)
-        return replace(self, shift=self.shift + by, windows_xyxy=self.windows_xyxy + np.tile(by, 2))
+        return replace(self, shift=self.shift + by, visible_xyxy=self.visible_xyxy + np.tile(by, 2))
 
     def mirrored(self, width: int) -> "Masks":
         """Return the masks after the image, `width` pixels wide, is mirrored left to right."""
         scale = self.scale * [-1, 1]
         shift = self.shift * [-1, 1] + [width, 0]
-        left, top, right, bottom = self.windows_xyxy.T
-        windows = np.stack([width - right, top, width - left, bottom], axis=1)
-        return replace(self, scale=scale, shift=shift, windows_xyxy=windows)
+        left, top, right, bottom = self.visible_xyxy.T
+        visible = np.stack([width - right, top, width - left, bottom], axis=1)
+        return replace(self, scale=scale, shift=shift, visible_xyxy=visible)
 
     def cut(self, left: float, top: float, right: float, bottom: float) -> "Masks":
         """Return the masks of which nothing outside this region of the image is visible any more."""
-        low = np.maximum(self.windows_xyxy[:, :2], [left, top])
-        high = np.minimum(self.windows_xyxy[:, 2:], [right, bottom])
-        return replace(self, windows_xyxy=np.concatenate([low, high], axis=1))
+        low = np.maximum(self.visible_xyxy[:, :2], [left, top])
+        high = np.minimum(self.visible_xyxy[:, 2:], [right, bottom])
+        return replace(self, visible_xyxy=np.concatenate([low, high], axis=1))
 
     def drawn(self, size_hw: Size) -> Tensor:
         """Return the pixels of the masks in an image of this size, (N, H, W) uint8, 1 inside; 0 everywhere for None."""
@@ -104,7 +104,7 @@ class Masks:
         for row, shape in enumerate(self.shapes):
             if shape is None:
                 continue
-            left, top, right, bottom = _whole_pixels(self.windows_xyxy[row], size_hw)
+            left, top, right, bottom = _whole_pixels(self.visible_xyxy[row], size_hw)
             seen = pixels[row, top:bottom, left:right]
             if not seen.size:
                 continue
@@ -124,14 +124,14 @@ def joined(parts: Sequence[Masks]) -> Masks:
         tuple(shapes),
         np.concatenate([part.scale for part in parts]),
         np.concatenate([part.shift for part in parts]),
-        np.concatenate([part.windows_xyxy for part in parts]),
+        np.concatenate([part.visible_xyxy for part in parts]),
     )
 
 
-def _whole_pixels(window_xyxy: np.ndarray, size_hw: Size) -> list[int]:
-    """Return left, top, right and bottom of a window in whole pixels inside an image of this size."""
+def _whole_pixels(part_xyxy: np.ndarray, size_hw: Size) -> list[int]:
+    """Return left, top, right and bottom of a part of an image in whole pixels inside an image of this size."""
     height, width = size_hw
-    inside = np.clip(window_xyxy, 0, [width, height, width, height])
+    inside = np.clip(part_xyxy, 0, [width, height, width, height])
     return np.rint(inside).astype(int).tolist()
 
 

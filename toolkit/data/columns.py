@@ -39,7 +39,7 @@ class Columns(NamedTuple):
     images: arrays (I, ...) by name: `image_id` (int64, or `TEXT`), `file_name` (`TEXT`) and `size_hw` (I, 2) int64. If
         images are embedded, `image` (I, 3) int64 says where the bytes of each are: number of the file, first byte,
         count of bytes. With masks, `masks` (I, 3) does so for those of all objects of an image. Joined tables have
-        `set`, tables of windows `window` and `picture` (`toolkit.data.joining`, `toolkit.data.windows`).
+        `set`, tables of tiles `tile` and `picture` (`toolkit.data.joining`, `toolkit.data.tile_table`).
     boxes: `xyxy` and `area` are float32, as they are stored. With masks `extra["stored_mask"]` is the position of each
         object's mask among those that are stored for its image.
     """

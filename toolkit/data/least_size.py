@@ -41,7 +41,7 @@ class LeastSize:
 def least_size_of(c: Any) -> LeastSize | None:
     """Return the rule by which the images of a training and of its evaluations are decoded; None: all are whole.
 
-    They are whole with `decode` full; with `tile`, whose windows lie in pixels of the whole picture; with `mixup`,
+    They are whole with `decode` full; with `tile`, whose tiles lie in pixels of the whole picture; with `mixup`,
     which places two images on one canvas in the sizes that they have; and with `augment`, whose transforms may cut any
     part of an image, or one of a number of pixels.
 

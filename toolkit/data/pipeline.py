@@ -18,7 +18,8 @@ from toolkit.data.image_sources import ImageSources, Shards
 from toolkit.data.least_size import LeastSize, least_size_of
 from toolkit.data.sampling import EpochSampler, EvalSampler, SampleKey, VariableSizes
 from toolkit.data.table import DetectionTable
-from toolkit.data.tiles import Tiling, tile_hw
+from toolkit.data.tile_table import TileTable, tiles_of_table
+from toolkit.data.tiling import Tiling, tile_hw
 from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,
@@ -30,7 +31,6 @@ from toolkit.data.transforms.geometry import (
     pair_hw,
 )
 from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
-from toolkit.data.windows import WindowTable, windows_of_table
 
 RECIPE_NAMES = ("detr", *index.RECIPES)
 BLENDING = ("mixup", "batch_mixup", "copy_blend")
@@ -192,7 +192,7 @@ def loader_of_settings(
 ) -> tuple[EpochSampler, torch.utils.data.DataLoader]:
     """Make this rank's sampler and loader of the training data.
 
-    With `tile` the samples are the windows of the pictures: `loader.dataset.dataset.table` is then a `WindowTable`.
+    With `tile` the samples are the tiles of the pictures: `loader.dataset.dataset.table` is then a `TileTable`.
     If images are mixed, or differ in the last epochs, `loader.dataset.dataset` is a `MixedDataset`; call its `plan`
     before every epoch.
 
@@ -218,7 +218,7 @@ def loader_of_settings(
     if blocks is not None:
         _check_streamed(c, augmented)
     if c.tile is not None:
-        table = windows_of_table(table, tiling_of(c))
+        table = tiles_of_table(table, tiling_of(c))
     sampler = _epoch_sampler(table, c, seed, sizes, blocks, augmented)
     if augmented:
         dataset = _augmented(table, transform, c, seed, masks)
@@ -261,7 +261,7 @@ def _epoch_sampler(
         repeats=repeats,
         blocks=blocks,
         strata=strata,
-        pictures=table.picture_of_window if c.tile is not None else None,
+        pictures=table.picture_of_tile if c.tile is not None else None,
     )
 
 
@@ -292,16 +292,16 @@ def tiling_of_run(settings: Mapping[str, Any], size: Mapping[str, int]) -> Tilin
     )
 
 
-def _without_empty(windows: WindowTable, share: float, repeats: np.ndarray | None) -> np.ndarray:
-    """Return how often each window is drawn in an epoch, if only a share of those without objects is.
+def _without_empty(tiles: TileTable, share: float, repeats: np.ndarray | None) -> np.ndarray:
+    """Return how often each tile is drawn in an epoch, if only a share of those without objects is.
 
-    repeats: as often as it would be drawn otherwise; None: once. Raises BadInput if no window is left.
+    repeats: as often as it would be drawn otherwise; None: once. Raises BadInput if no tile is left.
     """
-    drawn = np.ones(len(windows)) if repeats is None else repeats
-    drawn = np.where(windows.has_objects(), drawn, drawn * share)
+    drawn = np.ones(len(tiles)) if repeats is None else repeats
+    drawn = np.where(tiles.has_objects(), drawn, drawn * share)
     if not drawn.any():
         raise BadInput(
-            f"data.tile_empty is {share}, and no window of {windows.name} has an object: set it above 0, or look at "
+            f"data.tile_empty is {share}, and no tile of {tiles.name} has an object: set it above 0, or look at "
             "the boxes with scripts/check_data.py"
         )
     return drawn
@@ -346,7 +346,7 @@ def check_masks(c: Any, asked_by: str) -> None:
     faults = []
     if c.tile is not None:
         faults.append(
-            f"data.tile {c.tile}: masks are not cut into windows and joined again; leave data.tile or {asked_by} out"
+            f"data.tile {c.tile}: masks are not cut into tiles and joined again; leave data.tile or {asked_by} out"
         )
     for name in BLENDING:
         if getattr(c, name):
@@ -508,11 +508,11 @@ def validation_loader(
     Args:
         pin: see `make_loader`.
         least_size, masks, boxes_from_masks: see `DetectionDataset`; masks are for losses, not for the metrics.
-        tiling: the way in which pictures are cut into windows, which are then the images of the loader; its
-            `dataset.dataset.table` is a `WindowTable`. None: whole pictures.
+        tiling: the way in which pictures are cut into tiles, which are then the images of the loader; its
+            `dataset.dataset.table` is a `TileTable`. None: whole pictures.
     """
     if tiling is not None:
-        table = windows_of_table(table, tiling)
+        table = tiles_of_table(table, tiling)
         table.decoded.limit = 0  # they come picture by picture, so the newest one is enough
     sampler = EvalSampler(len(table), batch_size, *world())
     options = {"masks": masks, "boxes_from_masks": boxes_from_masks}

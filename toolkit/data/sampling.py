@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.base.errors import BadInput
 
 MIXED_BLOCKS = 4  # blocks whose samples are shuffled together, if samples are read by blocks
-MIXED_PICTURES = 16  # pictures whose windows are shuffled together
+MIXED_PICTURES = 16  # pictures whose tiles are shuffled together
 
 
 class SampleKey(NamedTuple):
@@ -202,8 +202,8 @@ class EpochSampler:
         blocks: (num_samples,) int; samples of one block, such as a row group of a Parquet file, are read together. The
             order is then that of `block_order`, and each rank has blocks of its own (`rank_runs`), so that the order
             depends on `world_size * batch_size_per_device` too.
-        pictures: (num_samples,) int, the picture that each sample is a window of. The windows of `MIXED_PICTURES`
-            pictures are then shuffled together, so that a picture need not be decoded for each of its windows.
+        pictures: (num_samples,) int, the picture that each sample is a tile of. The tiles of `MIXED_PICTURES`
+            pictures are then shuffled together, so that a picture need not be decoded for each of its tiles.
 
     Raises BadInput when a global micro-batch is larger than the dataset, or for groups with batches of varying length.
     """

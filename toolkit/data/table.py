@@ -120,7 +120,7 @@ class DetectionTable:
         data.
     before_classes: the table with the classes of the data, if `class_map` made another one of it.
     stored_files: the files that the columns `image` and `masks` refer to, by number.
-    arrow_files: the files of the cache that the table was read from; empty for windows.
+    arrow_files: the files of the cache that the table was read from; empty for tiles.
     is_selection: whether it has some of their images, and not just the first ones.
     """
 

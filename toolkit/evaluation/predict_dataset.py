@@ -18,8 +18,8 @@ from toolkit.base.distributed import agree_max, gather_by_image, gather_objects,
 from toolkit.base.masks import Rle, rles_of
 from toolkit.base.memory import EVALUATION_NEEDS_LESS, naming_the_batch
 from toolkit.base.progress import ShownProgress
-from toolkit.data.windows import WindowTable, windows_of_loader
-from toolkit.models.joined_windows import join_windows
+from toolkit.data.tile_table import TileTable, tiles_of_loader
+from toolkit.models.joined_tiles import join_tiles
 from toolkit.step.execution import in_float32
 from toolkit.step.freezing import eval_mode
 
@@ -34,9 +34,9 @@ class Predictions(NamedTuple):
 
     by_image: image id -> `boxes (K, 4)` float32 xyxy in original pixels, `scores (K,)`, `labels (K,)` int64 of K
         detections, on CPU, and other entries that the detector's `to_keep` keeps; of a detector of masks also `masks`,
-        a list of K `Rle` in the original picture. If the table of the loader is a `WindowTable`, these are the joined
-        detections of whole pictures by their image ids: `top_k` detections of a window count, and as many of each class
-        in a picture; `losses` and `image_ms` are those of windows.
+        a list of K `Rle` in the original picture. If the table of the loader is a `TileTable`, these are the joined
+        detections of whole pictures by their image ids: `top_k` detections of a tile count, and as many of each class
+        in a picture; `losses` and `image_ms` are those of tiles.
     losses: `loss`, `<loss name>` (weighted), `<loss name>_unscaled` and the detector's metrics, over the whole dataset;
         empty without loss weights.
     image_ms: milliseconds per image on this rank, from pixels on the device to detections on the host, without the loss
@@ -86,8 +86,8 @@ def predict_dataset(
         `Predictions`. The losses are sums over the dataset divided by denominators of the dataset, so that they depend
         neither on batch size nor on the number of ranks. Terms that exist in training only (denoising) are left out.
     """
-    windows = windows_of_loader(loader)
-    units = "batches" if windows is None else "batches of windows"
+    tiles = tiles_of_loader(loader)
+    units = "batches" if tiles is None else "batches of tiles"
     rank, ranks = world()
     kept = deque()  # pairs of an image id and what is kept of its detections
     sums = None if loss_weights is None else LossSums(detector)
@@ -109,8 +109,8 @@ def predict_dataset(
                 return Predictions({}, {}, interrupted)
     losses = {} if sums is None else _weighted(sums.over_all_ranks(), loss_weights, step)
     by_image = gather_by_image(kept.popleft() for _ in range(len(kept)))  # no prediction is held twice
-    if windows is not None and rank == 0:
-        by_image = pictures_of_windows(by_image, windows, top_k)
+    if tiles is not None and rank == 0:
+        by_image = pictures_of_tiles(by_image, tiles, top_k)
     return Predictions(by_image, losses, 0, statistics.median(times_ms) if times_ms else math.nan)
 
 
@@ -177,24 +177,24 @@ def run_lengths(detector: nn.Module, detections: Mapping[str, Tensor], size_hw: 
     return found
 
 
-def pictures_of_windows(
-    by_window: Mapping[str, Mapping[str, Tensor]], windows: WindowTable, most_of_class: int
+def pictures_of_tiles(
+    by_tile: Mapping[str, Mapping[str, Tensor]], tiles: TileTable, most_of_class: int
 ) -> dict[int | str, dict[str, Tensor]]:
-    """Join detections by the image ids of windows to detections of pictures by theirs.
+    """Join detections by the image ids of tiles to detections of pictures by theirs.
 
     most_of_class: number of detections of each class in a picture, the best ones, that are kept.
     """
-    window_ids = windows.image_ids().tolist()
-    image_ids = windows.pictures.image_ids().tolist()
-    sizes_hw = windows.pictures.sizes_hw().tolist()
-    tile_side = max(windows.tiling.tile_hw)
-    first_window = np.searchsorted(windows.picture_of_window, np.arange(len(image_ids) + 1))
+    tile_ids = tiles.image_ids().tolist()
+    image_ids = tiles.pictures.image_ids().tolist()
+    sizes_hw = tiles.pictures.sizes_hw().tolist()
+    tile_side = max(tiles.tiling.tile_hw)
+    first_tile = np.searchsorted(tiles.picture_of_tile, np.arange(len(image_ids) + 1))
     by_image = {}
     for picture, image_id in enumerate(image_ids):
-        own = slice(first_window[picture], first_window[picture + 1])
-        parts = [by_window[window_id] for window_id in window_ids[own]]
-        by_image[image_id] = join_windows(
-            parts, windows.windows_xyxy[own], sizes_hw[picture], tile_side, most_of_class=most_of_class
+        own = slice(first_tile[picture], first_tile[picture + 1])
+        parts = [by_tile[tile_id] for tile_id in tile_ids[own]]
+        by_image[image_id] = join_tiles(
+            parts, tiles.tiles_xyxy[own], sizes_hw[picture], tile_side, most_of_class=most_of_class
         )
     return by_image
 

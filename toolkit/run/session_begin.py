@@ -9,7 +9,7 @@ from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
 from toolkit.data.splits import counted_boxes, counts_of
 from toolkit.data.table import DetectionTable
-from toolkit.data.windows import windows_of_loader
+from toolkit.data.tile_table import tiles_of_loader
 from toolkit.models.detector import Detector
 from toolkit.run.folder import keep_staged, write_environment
 from toolkit.run.launcher import ResolvedExecution
@@ -103,8 +103,8 @@ def _record(
     alone = s.config.run.eval_only and table is t.validation.table  # `open_data`: there was no need of training data
     tables = {"val": table} if alone else {"train": table, "val": t.validation.table}
     data = {name: counts_of(split) for name, split in tables.items()}
-    if windows_of_loader(t.data.loader) is not None and not alone:
-        data["train"]["windows"] = t.sampler.num_samples  # of an epoch
+    if tiles_of_loader(t.data.loader) is not None and not alone:
+        data["train"]["tiles"] = t.sampler.num_samples  # of an epoch
     name, words = ("val", "validation data") if alone else ("train", "training data")
     counted = counted_boxes(data[name])
     s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: {counted}")

@@ -18,7 +18,7 @@ from toolkit.data import pipeline
 from toolkit.data.sampling import EpochSampler
 from toolkit.data.table import DetectionTable
 from toolkit.data.table_cache import cache_root
-from toolkit.data.windows import windows_of_loader
+from toolkit.data.tile_table import tiles_of_loader
 from toolkit.models.detector import Detector
 from toolkit.run.best import Best
 from toolkit.run.launcher import ResolvedExecution, launcher_settings, resolve_execution
@@ -59,7 +59,7 @@ def build_training(
     weights = _loss_weights(c.loss, detector, distillation).to(accelerator.device)
     sampler, loader = _training_loader(c, detector, table, accelerator.device, s.say)
     val_loader = evaluation_loader(c, detector, val_table, accelerator.device)
-    windows = windows_of_loader(loader)
+    tiles = tiles_of_loader(loader)
 
     # The averages copy the plain model, DDP wraps the compiled one, and the optimizer needs both finished.
     ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
@@ -79,7 +79,7 @@ def build_training(
         optimizer=optimizer,
         plan=plan,
         guard=_guard(c.run, c.optim.gradient_table_every),
-        data=TrainingData(loader, {"training": table if windows is None else windows, "validation": val_table}),
+        data=TrainingData(loader, {"training": table if tiles is None else tiles, "validation": val_table}),
         validation=_validation(c, detector, val_loader, val_table, evaluator, plan.steps_per_epoch),
         checkpoints=_checkpoints(c.run, s.folder, detector, plan.steps_per_epoch),
         signals=s.signals,
@@ -155,7 +155,7 @@ def _training_loader(
     if c.data.tile is not None and getattr(detector, "predicates", ()):
         raise BadInput(
             f"data.tile {c.data.tile}: the relations of a scene graph are between objects of a whole picture, which "
-            "windows cut apart; leave data.tile out"
+            "tiles cut apart; leave data.tile out"
         )
     sampler, loader = pipeline.loader_of_settings(
         table,
@@ -166,9 +166,9 @@ def _training_loader(
         pin=_pins(device),
         masks=learns_masks(c.model),
     )
-    windows = windows_of_loader(loader)
-    if windows is not None:
-        say(f"data.tile: {windows}; an epoch has {sampler.num_samples:,} windows")
+    tiles = tiles_of_loader(loader)
+    if tiles is not None:
+        say(f"data.tile: {tiles}; an epoch has {sampler.num_samples:,} tiles")
     return sampler, loader
 
 

@@ -162,17 +162,17 @@ class DataConfig:
     """Size in pixels that images are resized to: the side of a square, or [height, width], such as [384, 640] for
     pictures of 16:9; not used with `data.scales`."""
     tile: PositiveInt | list[PositiveInt] | None = None
-    """Cut large pictures into windows of this size in pixels: the longer side, with the aspect of `data.image_size`, or
-    [height, width]. Training sees windows, evaluation joins the detections of all windows of a picture. null: whole
+    """Cut large pictures into tiles of this size in pixels: the longer side, with the aspect of `data.image_size`, or
+    [height, width]. Training sees tiles, evaluation joins the detections of all tiles of a picture. null: whole
     pictures."""
     tile_overlap: ShareOfTile = 0.2
-    """With `data.tile`, the share of a side that neighbouring windows have in common, 0 to 0.9; objects up to that size
+    """With `data.tile`, the share of a side that neighbouring tiles have in common, 0 to 0.9; objects up to that size
     are whole in one of them."""
     tile_visible: ClosedUnitInterval = 0.25
-    """With `data.tile`, the share of a box that a window must show: of less, the box is neither object nor background
+    """With `data.tile`, the share of a box that a tile must show: of less, the box is neither object nor background
     there; it is ignored as crowd regions are."""
     tile_empty: ClosedUnitInterval = 0.25
-    """With `data.tile`, the share of the windows without objects that training sees in an epoch, others in each epoch;
+    """With `data.tile`, the share of the tiles without objects that training sees in an epoch, others in each epoch;
     0: none, 1: all."""
     scales: list[PositiveInt] = field(default_factory=list)
     """Lengths of the shorter image side in pixels: training draws one for each image, evaluation uses the last one.

@@ -18,7 +18,7 @@ from toolkit import index
 from toolkit.base.distributed import broadcast_buffers, run_on_main, state_from_main
 from toolkit.base.errors import Preempted, StoppedByGuard
 from toolkit.data.table import DetectionTable
-from toolkit.data.windows import windows_of_loader
+from toolkit.data.tile_table import tiles_of_loader
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, crowded_notes, make_evaluator, matches_of
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import PREDICTIONS, write_predictions
@@ -169,8 +169,8 @@ def warn_of_crowds(t) -> None:
     is_graph = bool(getattr(t.detector, "predicates", ()))  # of which pairs are kept
     for name, wanted in (("training", limits), ("validation", limits if is_graph else limits | kept)):
         table = t.data.tables[name]
-        windows = windows_of_loader(t.validation.loader) if name == "validation" else None
-        for note in crowded_notes(name, table if windows is None else windows, wanted):
+        tiles = tiles_of_loader(t.validation.loader) if name == "validation" else None
+        for note in crowded_notes(name, table if tiles is None else tiles, wanted):
             t.log.say(note)
 
 

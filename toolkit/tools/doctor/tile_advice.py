@@ -4,7 +4,7 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.text import size_text
-from toolkit.data.tiles import Tiling
+from toolkit.data.tiling import Tiling
 
 TINY_PX = 8  # square root of the area of a box that few detectors find, at the training size
 TINY_SHARE = 0.1  # of all objects, from which tiles pay
@@ -29,9 +29,9 @@ def tile_advice(split: str, objects: Boxes, sizes_hw: np.ndarray, image_hw: tupl
         return None
     sides_hw = (objects.xyxy[:, 2:] - objects.xyxy[:, :2])[:, ::-1]
     pictures_hw = sizes_hw[objects.image_index]
-    windows_hw = np.minimum(pictures_hw, image_hw)
+    tiles_hw = np.minimum(pictures_hw, image_hw)
     whole = _sizes(sides_hw, pictures_hw, image_hw)
-    cut = _sizes(sides_hw, windows_hw, image_hw)
+    cut = _sizes(sides_hw, tiles_hw, image_hw)
     tiny = np.mean(whole < TINY_PX)
     still_tiny = np.mean(cut < TINY_PX)
     if tiny < TINY_SHARE or still_tiny > MIN_GAIN * tiny:

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import processor_size, tiling_of_run
 from toolkit.data.splits import open_split
-from toolkit.data.windows import windows_of_table
+from toolkit.data.tile_table import tiles_of_table
 from toolkit.models import options_class
 from toolkit.run.open_run import run_folder_of
 from toolkit.run.settings_file import load_config_dict
@@ -80,6 +80,6 @@ def validation_table(arguments: argparse.Namespace):
     tiling = tiling_of_run(data, processor_size(data["image_size"], data["scales"], data["max_size"]))
     if tiling is None:
         return table
-    windows = windows_of_table(table, tiling)
-    print(f"the files are compared on tiles, and AP is that of tiles, not of pictures: {windows}")
-    return windows
+    tiles = tiles_of_table(table, tiling)
+    print(f"the files are compared on tiles, and AP is that of tiles, not of pictures: {tiles}")
+    return tiles

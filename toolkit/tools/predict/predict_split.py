@@ -14,7 +14,7 @@ from toolkit.base.text import shown
 from toolkit.data.pipeline import processor_size, validation_loader_of_settings
 from toolkit.data.splits import READING, Say, open_split
 from toolkit.data.table import DetectionTable
-from toolkit.data.tiles import Tiling
+from toolkit.data.tiling import Tiling
 from toolkit.evaluation.coco import GRAPH_EVAL_SETTINGS, make_evaluator
 from toolkit.evaluation.predict_dataset import Predictions, predict_dataset
 from toolkit.evaluation.predictions import about_file
@@ -25,9 +25,9 @@ from toolkit.run.settings import DataConfig
 from toolkit.run.settings_file import load_config_dict
 from toolkit.step.losses import LossWeights
 from toolkit.tools.distillation.losses import DISTILLATION_LOSSES
+from toolkit.tools.predict.in_tiles import chosen_tiling, data_settings_of, in_tiles, refuse_joining
 from toolkit.tools.predict.open import evaluated_detections, load_detector, open_predictor, with_settings
 from toolkit.tools.predict.predict_each import labels_in, predict_table, relabelled
-from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, in_tiles, refuse_joining
 from toolkit.tools.predictions_file import read_about, read_predictions
 
 
@@ -165,7 +165,7 @@ def predict_run(
     result = _predictions_of_run(run, detector, table, tiling, accelerator, kept, with_losses=has_own_classes)
     predictions = result.by_image
     if not has_own_classes:
-        most = kept if tiling is None else None  # of a picture in windows all are kept
+        most = kept if tiling is None else None  # of a picture in tiles all are kept
         predictions = {key: relabelled(prediction, labels, most) for key, prediction in predictions.items()}
     evaluation = config["eval"]
     of_graphs = {key: evaluation[key] for key in GRAPH_EVAL_SETTINGS if key in evaluation}
@@ -177,7 +177,7 @@ def predict_run(
         "protocol": evaluation.get("protocol", "original"),
     }
     batch = f"in batches of {evaluation['batch_size_per_device']} on {accelerator.device.type}"
-    one = "an image" if tiling is None else f"a window ({tiling})"
+    one = "an image" if tiling is None else f"a tile ({tiling})"
     speed = f"{result.image_ms:.1f} ms {one}, from pixels to detections, {batch}"
     return Predicted(table, predictions, about, evaluator, result.losses, run.folder, speed)
 

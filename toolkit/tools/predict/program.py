@@ -19,6 +19,7 @@ from toolkit.detectors.scene_graphs.graph_pictures import draw_found
 from toolkit.evaluation.predictions import joined
 from toolkit.tools.predict.choices import GRAPH_SUFFIXES
 from toolkit.tools.predict.image_files import find_or_fetch, given_boxes, image_ids_of
+from toolkit.tools.predict.in_tiles import chosen_tiling, data_settings_of, flipped, in_tiles
 from toolkit.tools.predict.open import open_predictor
 from toolkit.tools.predict.outputs import (
     WITHOUT_MASKS,
@@ -30,7 +31,6 @@ from toolkit.tools.predict.outputs import (
 )
 from toolkit.tools.predict.predict_each import predict_files
 from toolkit.tools.predict.predictor import Predictor, from_report, of_classes, smallest_threshold
-from toolkit.tools.predict.tiles import chosen_tiling, data_settings_of, flipped, in_tiles
 from toolkit.tools.predict.uncertain import most_uncertain, write_uncertain
 from toolkit.tools.predict.video import VIDEO_SUFFIXES, predict_video
 

@@ -205,7 +205,7 @@ def _small_objects(judged, data) -> Advice | None:
 
 
 def _shown_sizes(sizes_hw: np.ndarray, data: Mapping) -> np.ndarray:
-    """Return the sizes of what is resized for the network: windows of the pictures (N, 2), or all of them."""
+    """Return the sizes of what is resized for the network: tiles of the pictures (N, 2), or all of them."""
     size = processor_size(data["image_size"], data.get("scales"), data.get("max_size", 1333))
     tiling = tiling_of_run(data, size)
     return sizes_hw if tiling is None else np.minimum(sizes_hw, tiling.tile_hw)

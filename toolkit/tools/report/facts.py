@@ -97,7 +97,7 @@ def epochs_made(trained: Sequence[Mapping], steps_per_epoch: float) -> float:
 def _steps_per_epoch(environment: Mapping, config: Mapping) -> float:
     """Return the optimizer steps of an epoch, or 0 if `environment.json` and the settings do not say it."""
     train = (environment.get("data") or {}).get("train")
-    images = train.get("windows", train.get("images")) if isinstance(train, Mapping) else None
+    images = train.get("tiles", train.get("windows", train.get("images"))) if isinstance(train, Mapping) else None
     batch_size = config.get("data", {}).get("batch_size_per_device")
     accumulation_steps = config.get("optim", {}).get("accumulation_steps")
     numbers = (images, batch_size, accumulation_steps, environment.get("processes"))

@@ -1,4 +1,4 @@
-"""Windows of TIFF files: their pixels are those of the whole picture, and only their blocks are read."""
+"""Crops of TIFF files: their pixels are those of the whole picture, and only their blocks are read."""
 
 import struct
 import zlib
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from toolkit.data.decoding import ImageError, decode_image
-from toolkit.data.tiff_windows import decode_tiff_window
+from toolkit.data.tiff_crops import decode_tiff_crop
 
 DEFLATE = 8
 
@@ -60,7 +60,7 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 @st.composite
-def windows_in(draw, size_hw):
+def tiles_in(draw, size_hw):
     left = draw(st.integers(0, size_hw[1] - 1))
     top = draw(st.integers(0, size_hw[0] - 1))
     return [left, top, draw(st.integers(left + 1, size_hw[1])), draw(st.integers(top + 1, size_hw[0]))]
@@ -71,31 +71,31 @@ def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("tiff") / "picture.tif"
 
 
-def assert_equal_or_whole(file: Path, window: list[int]) -> bool:
-    """Assert that a window has the pixels of the whole picture; return whether it was decoded alone."""
+def assert_equal_or_whole(file: Path, tile: list[int]) -> bool:
+    """Assert that a tile has the pixels of the whole picture; return whether it was decoded alone."""
     whole = decode_image(file)
-    found = decode_tiff_window(file, window, tuple(whole.shape[-2:]))
-    left, top, right, bottom = window
+    found = decode_tiff_crop(file, tile, tuple(whole.shape[-2:]))
+    left, top, right, bottom = tile
     assert found is None or torch.equal(found, whole[:, top:bottom, left:right])
     return found is not None
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 150), st.integers(1, 150), st.sampled_from([16, 32, 48]))
-def test_a_window_of_a_tiled_file_has_the_pixels_of_the_whole_picture(file, data, height, width, side):
+def test_a_tile_of_a_tiled_file_has_the_pixels_of_the_whole_picture(file, data, height, width, side):
     kinds = [("<", False), (">", False), ("<", True)]  # the last is a BigTIFF; Pillow opens no big-endian ones
     order, big = data.draw(st.sampled_from(kinds))
     file.write_bytes(tiled_tiff(noise(height, width), side, order, big, data.draw(st.booleans())))
-    window = data.draw(windows_in((height, width)))
-    is_alone = assert_equal_or_whole(file, window)
-    columns = -(-window[2] // side) - window[0] // side
-    rows = -(-window[3] // side) - window[1] // side
+    tile = data.draw(tiles_in((height, width)))
+    is_alone = assert_equal_or_whole(file, tile)
+    columns = -(-tile[2] // side) - tile[0] // side
+    rows = -(-tile[3] // side) - tile[1] // side
     assert is_alone == (2 * columns * rows <= -(-height // side) * -(-width // side))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(2, 90), st.integers(1, 60), st.integers(1, 20))
-def test_a_window_of_a_file_of_strips_has_the_pixels_of_the_whole_picture(file, data, height, width, rows):
+def test_a_tile_of_a_file_of_strips_has_the_pixels_of_the_whole_picture(file, data, height, width, rows):
     compressions = [None, "tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg"]
     mode = data.draw(st.sampled_from(["RGB", "L", "P", "RGBA", "LA", "CMYK", "1", "I;16"]))
     compression = data.draw(st.sampled_from(compressions if mode in ("RGB", "L") else compressions[:-1]))
@@ -105,7 +105,7 @@ def test_a_window_of_a_file_of_strips_has_the_pixels_of_the_whole_picture(file, 
     rows = 8 * rows if compression == "jpeg" else rows
     # Pillow alone writes uncompressed pictures in one strip, libtiff does as it is asked
     picture.save(file, compression=compression or "raw", tiffinfo={278: rows})
-    assert_equal_or_whole(file, data.draw(windows_in((height, width))))
+    assert_equal_or_whole(file, data.draw(tiles_in((height, width))))
 
 
 def test_strips_are_decoded_alone(tmp_path):
@@ -116,35 +116,35 @@ def test_strips_are_decoded_alone(tmp_path):
         assert assert_equal_or_whole(file, [10, 20, 60, 48]), compression
 
 
-def test_blocks_outside_of_the_window_are_not_read(tmp_path):
+def test_blocks_outside_of_the_tile_are_not_read(tmp_path):
     file = tmp_path / "a.tif"
     pixels = noise(64, 64)
     content = bytearray(tiled_tiff(pixels, 16))
     last = content.rindex(zlib.compress(pixels[48:, 48:].tobytes()))
     content[last : last + 20] = bytes(20)
     file.write_bytes(content)
-    found = decode_tiff_window(file, [0, 0, 30, 30], (64, 64))
+    found = decode_tiff_crop(file, [0, 0, 30, 30], (64, 64))
     assert np.array_equal(found.permute(1, 2, 0).numpy(), pixels[:30, :30])
-    assert decode_tiff_window(file, [40, 40, 60, 60], (64, 64)) is None, "the whole picture says what is wrong"
+    assert decode_tiff_crop(file, [40, 40, 60, 60], (64, 64)) is None, "the whole picture says what is wrong"
     with pytest.raises(ImageError):
         decode_image(file)
 
 
 def test_what_cannot_be_decoded_in_parts_is_left_to_the_whole(tmp_path):
     file = tmp_path / "a.tif"
-    window = [0, 0, 10, 10]
+    tile = [0, 0, 10, 10]
     content = tiled_tiff(noise(64, 64), 16)
     file.write_bytes(content)
-    assert decode_tiff_window(file, window, (64, 64)) is not None
-    assert decode_tiff_window(file, window, (64, 65)) is None, "another size than the annotations say"
-    assert decode_tiff_window(file, window, (64, 64), max_pixels=4000) is None
-    assert decode_tiff_window(tmp_path / "no.tif", window, (64, 64)) is None
+    assert decode_tiff_crop(file, tile, (64, 64)) is not None
+    assert decode_tiff_crop(file, tile, (64, 65)) is None, "another size than the annotations say"
+    assert decode_tiff_crop(file, tile, (64, 64), max_pixels=4000) is None
+    assert decode_tiff_crop(tmp_path / "no.tif", tile, (64, 64)) is None
     for length in range(0, len(content), 97):
         file.write_bytes(content[:length])
-        decode_tiff_window(file, window, (64, 64))  # whatever it returns, it raises nothing
+        decode_tiff_crop(file, tile, (64, 64))  # whatever it returns, it raises nothing
     xmp = b'<x xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/>'
     for tags in ({274: 6}, {274: 3}, {700: xmp}):
         Image.fromarray(noise(64, 64)).save(file, compression="tiff_lzw", tiffinfo={278: 8, **tags})
-        assert decode_tiff_window(file, window, (64, 64)) is None, "a turned picture"
+        assert decode_tiff_crop(file, tile, (64, 64)) is None, "a turned picture"
     Image.fromarray(noise(64, 64)).save(file, format="PNG")
-    assert decode_tiff_window(file, window, (64, 64)) is None, "another format under this name"
+    assert decode_tiff_crop(file, tile, (64, 64)) is None, "another format under this name"

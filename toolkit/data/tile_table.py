@@ -1,4 +1,4 @@
-"""A table whose images are windows of the pictures of another, for training and judging on tiles of large pictures."""
+"""A table whose images are tiles of the pictures of another, for training and judging on tiles of large pictures."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,11 @@ from toolkit.data.columns import ON_DISK, TEXT, Columns
 from toolkit.data.image_sources import Stored
 from toolkit.data.sampling import MIXED_PICTURES
 from toolkit.data.table import DetectionTable
-from toolkit.data.tiff_windows import decode_tiff_window
-from toolkit.data.tiles import Tiling, clip_to_windows
+from toolkit.data.tiff_crops import decode_tiff_crop
+from toolkit.data.tiling import Tiling, clip_to_tiles
 
 CACHE_BYTES = 2**29  # of decoded pictures, in each process that reads them
-PAIRS_AT_ONCE = 2**18  # of windows and boxes that are compared; all at once would take gigabytes
+PAIRS_AT_ONCE = 2**18  # of tiles and boxes that are compared; all at once would take gigabytes
 
 
 class DecodedPictures:
@@ -60,14 +60,14 @@ class DecodedPictures:
 
 
 @dataclass(eq=False)
-class WindowTable(DetectionTable):
-    """The windows of the pictures of a table, one row per window, picture by picture; made by `windows_of_table`.
+class TileTable(DetectionTable):
+    """The tiles of the pictures of a table, one row per tile, picture by picture; made by `tiles_of_table`.
 
-    The boxes of a window are in its own pixels and clipped to it. A box of which it shows less than the share
-    `tiling.visible` is marked as a crowd region, which is neither object nor background. A box that two windows show is
-    in both, with the same id. The area of a cut object is its area times the share of its box that the window shows.
-    The image id of a window is a text, "17@640,0" for that of the picture 17 at left 640 and top 0. Relations and masks
-    are left out. `row` has `window`, the xyxy of a window in its picture, and `picture`, the row of that in `pictures`.
+    The boxes of a tile are in its own pixels and clipped to it. A box of which it shows less than the share
+    `tiling.visible` is marked as a crowd region, which is neither object nor background. A box that two tiles show is
+    in both, with the same id. The area of a cut object is its area times the share of its box that the tile shows.
+    The image id of a tile is a text, "17@640,0" for that of the picture 17 at left 640 and top 0. Relations and masks
+    are left out. `row` has `tile`, the xyxy of a tile in its picture, and `picture`, the row of that in `pictures`.
 
     pictures: the table of whole pictures. tiling: how they are cut.
     """
@@ -77,17 +77,17 @@ class WindowTable(DetectionTable):
     decoded: DecodedPictures = field(default_factory=DecodedPictures, init=False, repr=False)
 
     @property
-    def windows_xyxy(self) -> np.ndarray:
-        """The place of each window in its picture, (W, 4) int64 xyxy in pixels."""
-        return self.columns.images["window"]
+    def tiles_xyxy(self) -> np.ndarray:
+        """The place of each tile in its picture, (W, 4) int64 xyxy in pixels."""
+        return self.columns.images["tile"]
 
     @property
-    def picture_of_window(self) -> np.ndarray:
-        """The row in `pictures` of each window's picture, (W,) int64, not decreasing."""
+    def picture_of_tile(self) -> np.ndarray:
+        """The row in `pictures` of each tile's picture, (W,) int64, not decreasing."""
         return self.columns.images["picture"]
 
     def has_objects(self) -> np.ndarray:
-        """Return (W,) bool: whether a window has a box that is not a crowd region."""
+        """Return (W,) bool: whether a tile has a box that is not a crowd region."""
         return self.num_objects() > 0
 
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
@@ -95,30 +95,30 @@ class WindowTable(DetectionTable):
         return self.pictures.image_source(self.pictures.row(row["picture"]))
 
     def decode_image(self, row: Mapping, least_hw: tuple[int, int] | None = None) -> Tensor:
-        """Return the pixels of the window of a row, uint8 (3, H, W); see `DetectionTable.decode_image`.
+        """Return the pixels of the tile of a row, uint8 (3, H, W); see `DetectionTable.decode_image`.
 
         The pictures that were decoded last are kept, see `DecodedPictures`. They are decoded whole, whatever `least_hw`
-        is, because windows lie in pixels of the whole picture. Of a TIFF file that is too large to be kept, only the
-        blocks of the window are decoded.
+        is, because tiles lie in pixels of the whole picture. Of a TIFF file that is too large to be kept, only the
+        blocks of the tile are decoded.
         """
         index = row["picture"]
         if not self.decoded.has(index):
-            window = self._window_alone(row)
-            if window is not None:
-                return window
+            tile = self._tile_alone(row)
+            if tile is not None:
+                return tile
         picture = self.decoded.get(index, lambda: self.pictures.decode_image(self.pictures.row(index)))
-        left, top, right, bottom = row["window"]
-        window = picture[:, top:bottom, left:right]
-        return window.permute(1, 2, 0).clone().permute(2, 0, 1)  # a view would keep the whole picture in memory
+        left, top, right, bottom = row["tile"]
+        tile = picture[:, top:bottom, left:right]
+        return tile.permute(1, 2, 0).clone().permute(2, 0, 1)  # a view would keep the whole picture in memory
 
-    def _window_alone(self, row: Mapping) -> Tensor | None:
-        """Return the pixels of the window of a row without decoding its picture; None if the whole has to be."""
+    def _tile_alone(self, row: Mapping) -> Tensor | None:
+        """Return the pixels of the tile of a row without decoding its picture; None if the whole has to be."""
         picture = self.pictures.row(row["picture"])
         size_hw = (picture["height"], picture["width"])
         source = self.pictures.image_source(picture)
         if not isinstance(source, Path) or self.decoded.has_room(size_hw):
             return None
-        return decode_tiff_window(source, row["window"], size_hw, self.max_image_pixels, self.white)
+        return decode_tiff_crop(source, row["tile"], size_hw, self.max_image_pixels, self.white)
 
     def __str__(self) -> str:
         height, width = self.tiling.tile_hw
@@ -126,23 +126,23 @@ class WindowTable(DetectionTable):
         ignored = int(boxes.iscrowd.sum())
         empty = int((~self.has_objects()).sum())
         return (
-            f"{len(self):,} windows of at most {height} x {width} px (height x width) of {len(self.pictures):,} "
+            f"{len(self):,} tiles of at most {height} x {width} px (height x width) of {len(self.pictures):,} "
             f"pictures; {empty:,} of them without objects; {ignored:,} of their {len(boxes):,} boxes are ignored: "
-            f"crowd regions, and objects of which a window shows less than {self.tiling.visible:g}"
+            f"crowd regions, and objects of which a tile shows less than {self.tiling.visible:g}"
         )
 
 
-def windows_of_table(pictures: DetectionTable, tiling: Tiling) -> WindowTable:
-    """Return the windows of the pictures of a table as a table; no picture is read.
+def tiles_of_table(pictures: DetectionTable, tiling: Tiling) -> TileTable:
+    """Return the tiles of the pictures of a table as a table; no picture is read.
 
     Raises BadInput: there are too many.
     """
     tiling.check_number(pictures.sizes_hw())
-    windows, picture_of_window = _layout(pictures.sizes_hw(), tiling)
+    tiles, picture_of_tile = _layout(pictures.sizes_hw(), tiling)
     columns = Columns(
-        _images_of_windows(pictures, windows, picture_of_window),
-        _clipped(pictures.columns.boxes, windows, picture_of_window, tiling.visible),
-        Relations.none(len(windows)),
+        _images_of_tiles(pictures, tiles, picture_of_tile),
+        _clipped(pictures.columns.boxes, tiles, picture_of_tile, tiling.visible),
+        Relations.none(len(tiles)),
     )
     values = {each.name: getattr(pictures, each.name) for each in fields(DetectionTable)}
     values["columns"] = columns
@@ -151,55 +151,55 @@ def windows_of_table(pictures: DetectionTable, tiling: Tiling) -> WindowTable:
     values["before_classes"] = None
     values["stored_files"] = ()
     values["arrow_files"] = ()
-    return WindowTable(**values, pictures=pictures, tiling=tiling)
+    return TileTable(**values, pictures=pictures, tiling=tiling)
 
 
 def _layout(sizes_hw: np.ndarray, tiling: Tiling) -> tuple[np.ndarray, np.ndarray]:
-    """Return the windows of all pictures, (W, 4) int64, and the row of each one's picture, (W,) int64.
+    """Return the tiles of all pictures, (W, 4) int64, and the row of each one's picture, (W,) int64.
 
     sizes_hw: (P, 2) of the pictures.
     """
     sizes, size_of_picture = np.unique(sizes_hw, axis=0, return_inverse=True)
-    of_sizes = [tiling.windows(size_hw) for size_hw in sizes.tolist()]
-    offsets_of_sizes = offsets_of([len(windows) for windows in of_sizes])
+    of_sizes = [tiling.tiles(size_hw) for size_hw in sizes.tolist()]
+    offsets_of_sizes = offsets_of([len(tiles) for tiles in of_sizes])
     offsets, rows = rows_of_lists(offsets_of_sizes, size_of_picture.reshape(-1))
-    windows = np.concatenate([np.zeros((0, 4), np.int64), *of_sizes])[rows]
-    picture_of_window = np.repeat(np.arange(len(sizes_hw)), np.diff(offsets))
-    return windows, picture_of_window
+    tiles = np.concatenate([np.zeros((0, 4), np.int64), *of_sizes])[rows]
+    picture_of_tile = np.repeat(np.arange(len(sizes_hw)), np.diff(offsets))
+    return tiles, picture_of_tile
 
 
-def _images_of_windows(
-    pictures: DetectionTable, windows: np.ndarray, picture_of_window: np.ndarray
+def _images_of_tiles(
+    pictures: DetectionTable, tiles: np.ndarray, picture_of_tile: np.ndarray
 ) -> dict[str, np.ndarray]:
     columns = {}
     for name, column in pictures.columns.images.items():
         if name not in ON_DISK:
-            columns[name] = column[picture_of_window]
-    left_top = windows[:, :2]
-    right_bottom = windows[:, 2:]
+            columns[name] = column[picture_of_tile]
+    left_top = tiles[:, :2]
+    right_bottom = tiles[:, 2:]
     image_ids = []
     for image_id, (left, top) in zip(columns["image_id"].tolist(), left_top.tolist(), strict=True):
         image_ids.append(f"{image_id}@{left},{top}")
     columns["image_id"] = np.array(image_ids, TEXT)
     columns["size_hw"] = np.ascontiguousarray((right_bottom - left_top)[:, ::-1])
-    columns["window"] = windows
-    columns["picture"] = picture_of_window
+    columns["tile"] = tiles
+    columns["picture"] = picture_of_tile
     return columns
 
 
-def _clipped(boxes: Boxes, windows: np.ndarray, picture_of_window: np.ndarray, visible: float) -> Boxes:
-    """Return the boxes of all windows (W, 4) as `WindowTable` has them; boxes: of the pictures."""
-    pairs = np.cumsum(np.diff(boxes.offsets)[picture_of_window])  # of each window and those before it
+def _clipped(boxes: Boxes, tiles: np.ndarray, picture_of_tile: np.ndarray, visible: float) -> Boxes:
+    """Return the boxes of all tiles (W, 4) as `TileTable` has them; boxes: of the pictures."""
+    pairs = np.cumsum(np.diff(boxes.offsets)[picture_of_tile])  # of each tile and those before it
     first_of_parts = np.flatnonzero(np.diff(pairs // PAIRS_AT_ONCE)) + 1
     parts = []
-    for rows in np.split(np.arange(len(windows)), first_of_parts):
-        parts.append(_clipped_part(boxes.of_images(picture_of_window[rows]), windows[rows], visible))
+    for rows in np.split(np.arange(len(tiles)), first_of_parts):
+        parts.append(_clipped_part(boxes.of_images(picture_of_tile[rows]), tiles[rows], visible))
     return Boxes.concatenated(parts)
 
 
-def _clipped_part(boxes: Boxes, windows: np.ndarray, visible: float) -> Boxes:
-    """Return what each window (W, 4) shows of its boxes; boxes: for each window all those of its picture."""
-    clipped, share = clip_to_windows(boxes.xyxy.astype(np.float64), windows[boxes.image_index])
+def _clipped_part(boxes: Boxes, tiles: np.ndarray, visible: float) -> Boxes:
+    """Return what each tile (W, 4) shows of its boxes; boxes: for each tile all those of its picture."""
+    clipped, share = clip_to_tiles(boxes.xyxy.astype(np.float64), tiles[boxes.image_index])
     is_shown = (clipped[:, 2:] > clipped[:, :2]).all(1)
     share = share[is_shown]
     shown = boxes[is_shown]
@@ -213,8 +213,8 @@ def _clipped_part(boxes: Boxes, windows: np.ndarray, visible: float) -> Boxes:
     )
 
 
-def windows_of_loader(loader: object) -> WindowTable | None:
-    """Return the table of the windows that a loader of `toolkit.data.batches` yields; None if it yields no windows."""
+def tiles_of_loader(loader: object) -> TileTable | None:
+    """Return the table of the tiles that a loader of `toolkit.data.batches` yields; None if it yields no tiles."""
     batches = getattr(loader, "dataset", None)
     table = getattr(getattr(batches, "dataset", None), "table", None)
-    return table if isinstance(table, WindowTable) else None
+    return table if isinstance(table, TileTable) else None

@@ -12,9 +12,9 @@ from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
 from toolkit.base.progress import ShownProgress
 from toolkit.data.pipeline import tiling_of_run
-from toolkit.data.tiles import MAX_OVERLAP, Tiling, tile_hw
+from toolkit.data.tiling import MAX_OVERLAP, Tiling, tile_hw
 from toolkit.evaluation.predictions import Detections
-from toolkit.models.joined_windows import NMS_IOU, join_windows
+from toolkit.models.joined_tiles import NMS_IOU, join_tiles
 from toolkit.models.nms import nms_by_label
 from toolkit.run.layers import layer_of
 from toolkit.run.open_run import run_folder_of
@@ -98,7 +98,7 @@ def in_tiles(
     as_evaluated: bool = False,
 ) -> Predictor:
     """Return a copy of a predictor that predicts on the tiles of each image and joins the detections, see
-    `join_windows`.
+    `join_tiles`.
 
     An image that fits into one tile is predicted on as a whole. Every tile is resized to the size that the detector was
     trained with. A box that is cut off by a border between tiles is dropped if another box of its class contains most
@@ -118,7 +118,7 @@ def in_tiles(
     most = predictor.max_detections if as_evaluated else None
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
-        tiles = [tiling.windows(image.shape[-2:]) for image in images]
+        tiles = [tiling.tiles(image.shape[-2:]) for image in images]
         predictions = []
         with ShownProgress(f"{len(images)} images in tiles", sum(map(len, tiles)), "tiles") as progress:
             for image, tiles_xyxy in zip(images, tiles, strict=True):
@@ -127,7 +127,7 @@ def in_tiles(
                     for detections in predictor.predict(cuts, score_threshold):
                         parts.append({key: column[:most] for key, column in detections.items()})
                     progress.add(len(cuts))
-                predictions.append(join_windows(parts, tiles_xyxy, image.shape[-2:], tile_side, nms_iou, most))
+                predictions.append(join_tiles(parts, tiles_xyxy, image.shape[-2:], tile_side, nms_iou, most))
         return predictions
 
     return replace(predictor, predict=predict, max_detections=None if as_evaluated else predictor.max_detections)

@@ -1,7 +1,7 @@
-"""Windows of TIFF files, decoded without the rest of the picture.
+"""Crops of TIFF files, decoded without the rest of the picture.
 
 A TIFF file stores its pixels in blocks, strips of rows or tiles, each of which is compressed alone. libtiff decodes
-single blocks, but Pillow asks it for the whole picture. So the blocks that a window touches are copied, still
+single blocks, but Pillow asks it for the whole picture. So the blocks that a crop touches are copied, still
 compressed, into a small TIFF file in memory, which Pillow decodes (TIFF 6.0, sections 2, 3 and 15).
 """
 
@@ -44,41 +44,41 @@ class _Unsupported(Exception):
     """The file has to be decoded as a whole, which also says what is wrong with a damaged one."""
 
 
-def decode_tiff_window(
+def decode_tiff_crop(
     path: Path,
-    window_xyxy: Sequence[int],
+    crop_xyxy: Sequence[int],
     size_hw: tuple[int, int],
     max_pixels: int = MAX_IMAGE_PIXELS,
     white: int | None = None,
 ) -> Tensor | None:
-    """Decode a window of a TIFF file, uint8 (3, h, w); its pixels are those of `decode_image`.
+    """Decode a crop of a TIFF file, uint8 (3, h, w); its pixels are those of `decode_image`.
 
     Args:
         path: of the file.
-        window_xyxy: left, top, right and bottom in whole pixels, within the picture.
+        crop_xyxy: left, top, right and bottom in whole pixels, within the picture.
         size_hw: height and width that the picture should have.
         max_pixels, white: as for `decode_image`.
 
     Returns None if the picture has to be decoded as a whole: another format, another size, a turned picture, samples in
-    separate planes, an uncommon compression, a damaged file, or a window that touches more than half of the blocks.
+    separate planes, an uncommon compression, a damaged file, or a crop that touches more than half of the blocks.
     """
     if path.suffix.lower() not in EXTENSIONS["TIFF"] or size_hw[0] * size_hw[1] > max_pixels:
         return None
     try:
         with open_image_file(path, max_pixels) as file:
-            small, (left, top) = _small_file(file, window_xyxy, size_hw)
+            small, (left, top) = _small_file(file, crop_xyxy, size_hw)
         pixels = decode_image(small, max_pixels, white)
     except (_Unsupported, ImageError, OSError, *PILLOW_ERRORS):
         return None
-    width = window_xyxy[2] - window_xyxy[0]
-    height = window_xyxy[3] - window_xyxy[1]
+    width = crop_xyxy[2] - crop_xyxy[0]
+    height = crop_xyxy[3] - crop_xyxy[1]
     return pixels[:, top : top + height, left : left + width]
 
 
-def _small_file(file: BinaryIO, window_xyxy: Sequence[int], size_hw: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
-    """Return a TIFF file of the blocks that a window touches, and the left and top of the window in its picture.
+def _small_file(file: BinaryIO, crop_xyxy: Sequence[int], size_hw: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
+    """Return a TIFF file of the blocks that a crop touches, and the left and top of the crop in its picture.
 
-    Raises _Unsupported as `decode_tiff_window` returns None, and what Pillow raises for a damaged file.
+    Raises _Unsupported as `decode_tiff_crop` returns None, and what Pillow raises for a damaged file.
     """
     image = Image.open(file, formats=("TIFF",))  # decodes nothing yet
     tags = image.tag_v2
@@ -89,7 +89,7 @@ def _small_file(file: BinaryIO, window_xyxy: Sequence[int], size_hw: tuple[int, 
     if stored_hw != tuple(size_hw) or is_turned or is_in_planes or is_uncommon:
         raise _Unsupported
     grid = _grid_of(tags, size_hw)
-    left, top, right, bottom = window_xyxy
+    left, top, right, bottom = crop_xyxy
     height, width = grid.hw
     columns = range(left // width, -(-right // width))
     rows = range(top // height, -(-bottom // height))

@@ -1,4 +1,4 @@
-"""Detections in the windows of a picture, joined to those of the picture: one box for each object, across all seams."""
+"""Detections in the tiles of a picture, joined to those of the picture: one box for each object, across all seams."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,24 +16,24 @@ SAME_BOX_IOU = 0.9  # two boxes that overlap more have the same sides; the score
 BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
 
-def join_windows(
+def join_tiles(
     parts: Sequence[Mapping[str, Tensor]],
-    windows_xyxy: np.ndarray | Tensor,
+    tiles_xyxy: np.ndarray | Tensor,
     size_hw: Sequence[int],
     tile_side: int,
     nms_iou: float = NMS_IOU,
     most_of_class: int | None = None,
 ) -> dict[str, Tensor]:
-    """Join the detections in the windows of a picture, best first, by non-maximum suppression class by class.
+    """Join the detections in the tiles of a picture, best first, by non-maximum suppression class by class.
 
-    A box that a border between windows cuts is dropped where another one of its class, which is not much less sure, has
+    A box that a border between tiles cuts is dropped where another one of its class, which is not much less sure, has
     most of it.
 
     Args:
-        parts: of each window, on the CPU: `boxes (K, 4)` xyxy in pixels of the window, `scores (K,)`, `labels (K,)`.
-        windows_xyxy: (W, 4) in pixels of the picture, one for each part; at least one.
+        parts: of each tile, on the CPU: `boxes (K, 4)` xyxy in pixels of the tile, `scores (K,)`, `labels (K,)`.
+        tiles_xyxy: (W, 4) in pixels of the picture, one for each part; at least one.
         size_hw: height and width of the picture.
-        tile_side: longer side in pixels of the windows of pictures that are larger than one.
+        tile_side: longer side in pixels of the tiles of pictures that are larger than one.
         nms_iou: boxes of a class that overlap more are one.
         most_of_class: number of detections of each class that are kept, the best ones; None: all.
 
@@ -42,11 +42,11 @@ def join_windows(
     height, width = size_hw
     moved = []
     cut = []
-    for part, (left, top, right, bottom) in zip(parts, windows_xyxy.tolist(), strict=True):
+    for part, (left, top, right, bottom) in zip(parts, tiles_xyxy.tolist(), strict=True):
         boxes = part["boxes"]
         after = torch.tensor([right - left, bottom - top]) - boxes[:, 2:]
-        space = torch.cat([boxes[:, :2], after], dim=1)  # between each side of a box and that of its window
-        is_inner = torch.tensor([left > 0, top > 0, right < width, bottom < height])  # borders between windows
+        space = torch.cat([boxes[:, :2], after], dim=1)  # between each side of a box and that of its tile
+        is_inner = torch.tensor([left > 0, top > 0, right < width, bottom < height])  # borders between tiles
         is_near = space <= BORDER_SHARE * tile_side
         cut.append((is_near & is_inner).any(1))
         corner = torch.tensor([left, top, left, top], dtype=boxes.dtype)
