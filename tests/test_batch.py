@@ -14,7 +14,7 @@ from toolkit.data import pipeline
 from toolkit.data.batches import Prefetcher
 from toolkit.data.formats import open_dataset
 from toolkit.detectors.detr.rt_detr import without_crowd
-from toolkit.run.session import Session
+from toolkit.run import session_build
 from toolkit.run.settings import DataConfig
 
 
@@ -117,7 +117,7 @@ def test_a_step_waits_for_its_own_window_and_not_for_the_next(monkeypatch):
 def test_only_what_goes_to_a_gpu_is_pinned(monkeypatch, device, pins):
     """A run on the CPU of a machine with a GPU pins nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Session.pins.fget(SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)))) is pins
+    assert session_build._pins(torch.device(device)) is pins
     monkeypatch.setattr(pipeline, "make_loader", lambda *_: _[-1])
     table = open_dataset("val", format="shapes")
     assert pipeline.loader_of_settings(table, DataConfig(), seed=0, stride=32, pin=pins)[1] is pins

@@ -21,7 +21,7 @@ DOCS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path.stem != "desi
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted(ROOT.glob("configs/**/*.md"))]
 CODE = [path for pattern in ("configs/**/*.yaml", "scripts/*.py", "toolkit/**/*.py") for path in ROOT.glob(pattern)]
 STARTS = "accelerate launch|torchrun|python|make|scripts/runs/|detect|pip"
-COMMAND = re.compile(rf"^(?:# |#   )?\s*((?:\w+=\S+ )?(?:{STARTS})\b.*)$")
+COMMAND = re.compile(rf"^(?:# |#   )?\s*((?:\w+=\S+ )?(?:{STARTS})\b(?!:| =).*)$")
 
 
 def commands() -> list[tuple[str, str]]:

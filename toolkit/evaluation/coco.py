@@ -263,7 +263,7 @@ def _lines_of_metrics(scores: Mapping) -> list[str]:
 
     The line with the AP of boxes also has that of the images of each data set that the table joins.
     """
-    keys = [metric.key for metric in metrics_of([scores], "boxes", "masks")]
+    keys = [metric.key for metric in metrics_of([scores], "boxes", "masks") if metric.key in scores]
     keys += [key for key in scores if key.startswith("bbox_AP/")]
     lines: dict[str, list[str]] = {}
     for key in keys:
