@@ -5,7 +5,6 @@ A valid polygon costs a few operations on columns. Only polygons that these find
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -30,9 +29,13 @@ BOX_TOLERANCE = 0.05  # of a side of the box, and
 BOX_TOLERANCE_PX = 2.0  # at least so many pixels: masks and boxes are rounded differently
 CHECKED_AT_ONCE = 8192  # masks whose corners are copied for a check
 SMALL_PX = 16.0  # square pixels; a polygon of less area may have no pixel at all, so it is drawn
-MAX_NAMED = 10  # faults that are named where no mask can be used
-# Kinds of faults, in the order in which they are reported.
-KINDS = ("unusable", "repaired", "other area", "other box")
+# Objects with the same kind of fault. Of more, one problem says how many: a program may have written each area as
+# width x height, and a hundred thousand problems would fill memory and cache.
+MAX_NAMED = 10
+UNUSABLE = "objects have no mask that can be used; each becomes a crowd region, neither object nor background"
+REPAIRED = "masks were repaired"
+OTHER_AREA = "masks have an area that differs by more than 5 % from the annotated `area`, which is kept"
+OTHER_BOX = "boxes are not those around their masks; both are kept"
 
 Found = dict[str, list[tuple[int, str]]]  # (row of the box, message) of each object, by kind of fault
 
@@ -59,7 +62,7 @@ def with_masks(
 
     Raises BadInput: there are objects, but not one mask that can be used.
     """
-    found: Found = {kind: [] for kind in KINDS}
+    found: Found = {UNUSABLE: [], REPAIRED: [], OTHER_AREA: [], OTHER_BOX: []}
     sizes_hw = _sizes_hw(boxes, images)
     whole = [annotations.masks.get(number) for number in order.tolist()]
     shapes = _usable_shapes(whole, boxes, order, annotations, sizes_hw, found)
@@ -67,7 +70,7 @@ def with_masks(
     has_size = np.array([size is not None for size in sizes_hw], bool)
     if len(boxes) and not has_mask.any():
         fault = f"{file}: none of its {len(boxes)} objects has a mask that can be used; leave model.masks out"
-        first = [message for _, message in found["unusable"][:MAX_NAMED]]
+        first = [message for _, message in found[UNUSABLE][:MAX_NAMED]]
         raise BadInput([fault, *dict.fromkeys(first)])
 
     given = np.array(annotations.area, np.float64)[order]
@@ -122,10 +125,10 @@ def _usable_shapes(
             shapes[row], fault = _inside(whole[row], sizes_hw[row])
             faults += [fault] if fault else []
         if shapes[row] is not None and faults:
-            found["repaired"].append((row, f"mask: {'; '.join(faults)}"))
+            found[REPAIRED].append((row, f"mask: {'; '.join(faults)}"))
         elif shapes[row] is None and not boxes.iscrowd[row]:
             why = "; ".join(faults) or "there is none"
-            found["unusable"].append((row, f"no usable mask: {why}; the object becomes a crowd region"))
+            found[UNUSABLE].append((row, f"no usable mask: {why}; the object becomes a crowd region"))
     return shapes
 
 
@@ -192,12 +195,12 @@ def _compare(
     area, around, _ = _by_corners([shapes[row] for row in rows.tolist()])
     for row, of_mask in _other_areas(rows, area, shapes, given, sizes_hw).items():
         message = f"the mask has {of_mask:.0f} pixels, the annotated area is {given[row]:g}; kept"
-        found["other area"].append((row, message))
+        found[OTHER_AREA].append((row, message))
     for row in rows[_is_other_box(around, boxes.xyxy[rows])].tolist():
         box = tight_boxes([shapes[row]], sizes_hw[row])
         if _is_other_box(box, boxes.xyxy[row : row + 1])[0]:
             message = f"the box is {_written(boxes.xyxy[row])}, the one around its mask {_written(box[0])}; both kept"
-            found["other box"].append((row, message))
+            found[OTHER_BOX].append((row, message))
 
 
 def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -241,8 +244,15 @@ def _written(xyxy: np.ndarray) -> str:
 
 def _as_problems(found: Found, boxes: Boxes, images: Sequence[ImageRow], file: str) -> list[Problem]:
     problems = []
-    for row, message in chain.from_iterable(found.values()):
-        image = images[boxes.image_index[row]]
-        name = image.file_name if isinstance(image.file_name, str) else file
-        problems.append(Problem("warning", name, image.image_id, int(boxes.ids[row]), message))
+    for kind, of_rows in found.items():
+        if len(of_rows) > MAX_NAMED:
+            of_objects = int((~boxes.iscrowd).sum())
+            examples = "; ".join(f"annotation {boxes.ids[row]}: {message}" for row, message in of_rows[:3])
+            message = f"{len(of_rows)} of {of_objects} {kind}; the first are {examples}"
+            problems.append(Problem("warning", file, None, None, message))
+            continue
+        for row, message in of_rows:
+            image = images[boxes.image_index[row]]
+            name = image.file_name if isinstance(image.file_name, str) else file
+            problems.append(Problem("warning", name, image.image_id, int(boxes.ids[row]), message))
     return problems
