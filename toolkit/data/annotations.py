@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.masks import Shape
+from toolkit.data.choices import CROWDS, FORMATS
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.segmentations import shape_of, with_box_of_mask
+from toolkit.data.sixteen_bits import FULL_RANGE
 
 NUMBER_TYPES = {int, float}
 NO_ID = -(2**63)
@@ -49,6 +52,8 @@ class Reading:
     masks: read the masks of objects too, see `toolkit.data.mask_checks`; False: they are not looked at.
     crowds: "ignore" (boxes that the data mark as crowd regions stay such) or "objects" (they are taken as single
         objects).
+
+    Raises BadInput: a format, `crowds` or `white` that does not exist.
     """
 
     image_dir: str | Path | Sequence[str] | ImageSources | None = None
@@ -63,6 +68,17 @@ class Reading:
     keep_images_without_relations: bool = False
     masks: bool = False
     crowds: str = "ignore"
+
+    def __post_init__(self):
+        faults = []
+        if self.format not in FORMATS:
+            faults.append(f"data format {self.format!r} is not known; choose from {', '.join(FORMATS)}")
+        if self.crowds not in CROWDS:
+            faults.append(f"data.crowds is {self.crowds!r}; expected {' or '.join(CROWDS)}")
+        if self.white is not None and not 0 < self.white <= FULL_RANGE:
+            faults.append(f"data.white is {self.white}; expected a value of 16-bit pixels, 1 to {FULL_RANGE}")
+        if faults:
+            raise BadInput(faults)
 
 
 class ImageRow(NamedTuple):

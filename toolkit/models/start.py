@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from toolkit.base.distributed import run_on_main, world
 from toolkit.base.errors import BadInput
@@ -47,28 +48,22 @@ def start_detector(
         BadInput: the source is not available or does not fit, a prefix matches nothing, or any error of
             `build_detector`.
     """
-    architecture = options.architecture
     name = options.pretrained
     is_main = world()[0] == 0
     given = _given(options)
     source = None
-    stored = None
-    if resumed_from is not None:
-        stored = run_on_main(lambda: _stored_options(resumed_from))
-    elif name:
+    if name and resumed_from is None:
         # Imported here: a run from random weights needs no readers of weights.
         from toolkit.models.weights.pretrained import load_into, open_for
 
-        source = open_for(architecture, name)
-        stored = source.options
-    if stored is not None and hasattr(options, "masks"):
-        stored["masks"] = options.masks  # not the source's: the data are read with masks or without
+        source = open_for(options.architecture, name)
+    stored = _settings_of_weights(options, source, resumed_from)
     if stored is not None or known:
         stored = {**(stored or {}), **(known or {})}
         if is_main:
             content = {"source": name or "", "options": stored, "given": list(given)}
             write_json(folder / PRETRAINED_CONFIG, content)
-    settings = {**(stored or {}), **given, **(known or {}), "architecture": architecture}
+    settings = {**(stored or {}), **given, **(known or {}), "architecture": options.architecture}
     if source is not None or resumed_from is not None and stored is not None:
         settings["pretrained_backbone"] = False
     detector = build_detector(**settings, class_names=class_names)
@@ -79,6 +74,20 @@ def start_detector(
             (folder / "pretrained.txt").write_text(f"weights of {name}\n{table.table()}\n", encoding="utf-8")
     freeze_prefixes(detector, options.freeze_prefixes)
     return detector
+
+
+def _settings_of_weights(options: DetectorOptions, source: Any, resumed_from: Path | None) -> dict | None:
+    """Return the settings of the detector that its weights are from; None: they are random.
+
+    source: the opened `options.pretrained`, or None. resumed_from: the checkpoint that has the weights, or None.
+    """
+    if resumed_from is not None:
+        stored = run_on_main(lambda: _stored_options(resumed_from))
+    else:
+        stored = None if source is None else source.options
+    if stored is not None and hasattr(options, "masks"):
+        stored["masks"] = options.masks  # not the source's: the data are read with masks or without
+    return stored
 
 
 def check_weights(options: DetectorOptions) -> None:

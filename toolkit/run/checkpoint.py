@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -148,12 +149,7 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         _clean(folder)
         temp.mkdir()
-        for stem, named in tensors.items():
-            safetensors.torch.save_file(_storable(named), temp / f"{stem}.safetensors")
-        for name, saved in ((OPTIMIZER_FILE, optimizer), (EXTRA_FILE, extra or None)):
-            if saved is not None:
-                with open(temp / name, "wb") as file:
-                    torch.save(saved, file)
+        _write_tensors(temp, tensors, {OPTIMIZER_FILE: optimizer, EXTRA_FILE: extra or None})
         path = _complete(temp, folder, step, kind, text, best)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         shutil.rmtree(temp, ignore_errors=True)
@@ -163,6 +159,16 @@ def save_checkpoint(
         raise CheckpointError(_cannot_write(folder, number, needed)) from error
     _prune(folder, max(keep, 1), keep_every)
     return path
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Any]) -> None:
+    """Write the state dicts `tensors` by file stem, and what is not None of `saved` by file name."""
+    for stem, named in tensors.items():
+        safetensors.torch.save_file(_storable(named), folder / f"{stem}.safetensors")
+    for name, content in saved.items():
+        if content is not None:
+            with open(folder / name, "wb") as file:
+                torch.save(content, file)
 
 
 def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool = False, keep_every: int = 0) -> Path:

@@ -12,12 +12,11 @@ from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
 from toolkit.data.annotations import Reading
-from toolkit.data.choices import CROWDS, FOLDERS, FORMATS, OF_FOLDERS_ALONE
+from toolkit.data.choices import FOLDERS, FORMATS, OF_FOLDERS_ALONE
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
 from toolkit.data.formats.look_alikes import about_look_alike
 from toolkit.data.image_sources import open_sources
 from toolkit.data.layout import UNSPLIT, Layout, Splits, split_of
-from toolkit.data.sixteen_bits import FULL_RANGE
 from toolkit.data.table import DetectionTable
 
 WITH_MASKS = ("coco", "voc", "yolo", "hub", "shapes")
@@ -54,23 +53,15 @@ def open_dataset(
         data set or a local `datasets` folder) the name of the split. With the formats "visual_genome", "vrd", "gqa" and
         "open_images" (`name` is the folder of their files) and "psg" (`name` is psg.json): "train", "val" or "test";
         "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
-        A folder or a CSV file stands for its one split, or for its training data. A list stands for several data sets,
-        see `toolkit.data.joining`.
+        A folder or a CSV file stands for its one split, or its training data, a list (`toolkit.data.joining`) for many.
     path: folder of any format of `FOLDERS`, or a list of such folders; `source` is then the name of a split.
-    format: "auto" finds the format by `path`, by `name` or by the suffix of `source`. With `path` "shapes" means
-        "auto".
-    unlisted_classes: for several data sets: whether a class that a set does not list counts as "unknown" or as
-        "background" in the images of this set.
-    classes: new name of each class by its old name; None leaves its boxes out. See `toolkit.data.classes.with_classes`.
+    format: "auto" finds it by `path`, by `name` or by the suffix of `source`; with `path` "shapes" means "auto".
+    unlisted_classes: what a class that one of several data sets does not list is there: "unknown" or "background".
+    classes: new name of each class by its old name; None leaves its boxes out (`toolkit.data.classes.with_classes`).
     classes_must_exist: whether an old name in `classes` that the data lack is an error; False: it is ignored.
     The other arguments are those of `Reading`.
     Raises BadInput: every defect at once (on_error="raise"), a missing file, an unknown format, every unknown old name.
     """
-    if format not in FORMATS:
-        raise BadInput(f"data format {format!r} is not known; choose from {', '.join(FORMATS)}")
-    if crowds not in CROWDS:
-        raise BadInput(f"data.crowds is {crowds!r}; expected {' or '.join(CROWDS)}")
-    _check_white(white)
     reading = Reading(
         image_dir=image_dir,
         on_error=on_error,
@@ -85,22 +76,17 @@ def open_dataset(
         masks=masks,
         crowds=crowds,
     )
-    open_one = partial(_open_one, reading=reading)
     class_map = class_map_of(classes)
     if is_several(path, source):
         from toolkit.data.joining import open_joined  # here, since few trainings have several data sets
 
         sets = pair_folders_and_splits(path, source)
+        open_one = partial(_open_one, reading=reading)
         return open_joined(sets, open_one, unlisted_classes, class_map, classes_must_exist)
-    table = open_one(source, path=path)
+    table = _open_one(source, path, reading)
     if classes_must_exist:
         check_class_map(class_map, table.class_names, table.name)
     return with_classes(table, class_map)
-
-
-def _check_white(white: int | None) -> None:
-    if white is not None and not 0 < white <= FULL_RANGE:
-        raise BadInput(f"data.white is {white}; expected a value of 16-bit pixels, 1 to {FULL_RANGE}")
 
 
 def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> DetectionTable:
