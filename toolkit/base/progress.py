@@ -1,4 +1,4 @@
-"""How far a piece of work is, for those who wait for it."""
+"""Shows how far a piece of work is to those who wait for it."""
 
 import sys
 import time

@@ -15,14 +15,14 @@ from toolkit.data.table import DetectionTable
 
 
 class _Image(NamedTuple):
-    """What is compared of an image: digests of its boxes with labels and crowd flags, and of all else but pixels."""
+    """Digests of an image that are compared: of boxes with labels and crowd flags, and of all else but pixels."""
 
     boxes: bytes
     rest: bytes
 
 
 class _Content(NamedTuple):
-    """What is compared of a table.
+    """The facts that are compared of a table.
 
     names: of classes, predicates and attributes. images: by id, in the order of the table.
     """

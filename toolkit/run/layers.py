@@ -26,7 +26,7 @@ class Entries(dict):
 
 @dataclass
 class Layer:
-    """What one place says.
+    """The settings that one place gives.
 
     Attributes:
         where: the place, as messages name it: the path of a file, `COMMAND_LINE` or `DEFAULTS`.

@@ -1,4 +1,4 @@
-"""What other programs call a setting: the names that people type who come from them."""
+"""Names of settings in other programs, which people type who come from them."""
 
 import re
 from collections.abc import Sequence
