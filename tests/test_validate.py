@@ -14,6 +14,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data.check_files import parallel
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.formats import open_dataset
+from toolkit.data.problem_lines import kind_of
 from toolkit.data.relation_checks import stands_before
 
 # image id -> severity, annotation id, words: the table of tests/data/dirty/README.md
@@ -85,6 +86,11 @@ def test_raise_lists_everything_at_once_and_headers_tell_of_truncation(tmp_path)
         assert words in str(caught.value) and str(annotation_id or "") in str(caught.value)
     table = open_dataset(file, on_error="drop", cache_dir=tmp_path, check_images="header")
     assert {p.image_id for p in table.problems if p.severity == "error"} == set(ERRORS)
+
+
+def test_the_kind_of_an_endless_message_is_found_in_no_time():
+    """A damaged file has a megabyte in one word; the square of that would be hours."""
+    assert len(kind_of("annotation " + "x" * 10**6)) < 1000
 
 
 def test_many_errors_of_a_kind_are_one_line(tmp_path):

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 MAX_OF_A_KIND = 10  # problems that are told one by one
 EXAMPLES = 3  # of more problems
+# Of a message that tell its kind. A damaged file can have a megabyte in one word, and the search for names takes the
+# square of a word's length.
+MAX_CHARACTERS = 300
 MEASURE = re.compile(r" by ([\d.e+-]+) px")  # how large a problem is
 # In the sentence of a problem: what is in quotes or brackets, numbers, and names of files.
 NAMES_AND_NUMBERS = re.compile(r"""'[^']*'|"[^"]*"|\[[^\]]*\]|\([^)]*\)|\S*\d\S*|\S+\.\w{2,5}\b""")
@@ -12,7 +15,7 @@ NAMES_AND_NUMBERS = re.compile(r"""'[^']*'|"[^"]*"|\[[^\]]*\]|\([^)]*\)|\S*\d\S*
 
 def kind_of(message: str) -> str:
     """Return the message of a problem without names and numbers, which is the same for all problems of one kind."""
-    return NAMES_AND_NUMBERS.sub("#", message)
+    return NAMES_AND_NUMBERS.sub("#", message[:MAX_CHARACTERS])
 
 
 def grouped(lines: Sequence[str], kinds: Sequence[str], all_are: str) -> list[str]:
