@@ -1,4 +1,4 @@
-"""Which metrics the tables of an evaluation show."""
+"""The metrics that the tables of an evaluation show."""
 
 from toolkit.evaluation.shown_metrics import COCO_METRICS, METRICS, metrics_of
 from toolkit.tools.report.facts import RunFacts

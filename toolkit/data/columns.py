@@ -84,7 +84,7 @@ class StoredFile:
 
 
 def changed_file(arrow_file: Path, what: str = "") -> str:
-    """Return a sentence on a table that is no longer what was written; what: the part that was read."""
+    """Return the message that another program changed the file of a cached table. what: the part that was read."""
     part = f" ({what})" if what else ""
     return (
         f"{arrow_file}: the cached table was changed, cut or removed by another program after it was opened{part}; "
@@ -106,7 +106,7 @@ def read_columns(arrow_file: Path) -> tuple[Columns, tuple[StoredFile, ...]]:
         reader = pa.ipc.open_stream(content)
         batches = list(reader) or [_empty_batch(reader.schema)]
         parts = [_arrays_of(batch, content) for batch in batches]
-        stored = (StoredFile(arrow_file, open(arrow_file, "rb")),) if has_stored else ()  # noqa: SIM115
+        stored = (StoredFile(arrow_file, open(arrow_file, "rb")),) if has_stored else ()  # noqa: SIM115 - as long as the table
     except MemoryError:  # Arrow's is an ArrowException too
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
