@@ -1,7 +1,6 @@
 """data.augment and data.repeat_factor: boxes stay right, draws are functions of (seed, epoch, index)."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from samples import assert_same, assert_well_formed, generator, painted, sample, samples, shapes_table
 
 from toolkit.base.errors import BadInput
@@ -19,7 +19,7 @@ from toolkit.data.transforms.geometry import recheck_boxes
 from toolkit.data.transforms.policy import policy_of
 from toolkit.run.settings import DataConfig
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = ROOT / "configs"
 patient = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 STRONG = [
     {"RandomPhotometricDistort": {"p": 0.5}},

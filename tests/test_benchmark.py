@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from places import ROOT
 
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+SCRIPTS = str(ROOT / "scripts")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from documents import BCCD, DIRTY, needs_bccd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
+from places import ROOT
 
 from scripts import check_data
 from toolkit.base.boxes import Boxes
@@ -38,8 +38,6 @@ from toolkit.tools.doctor.pictures import ticks_of
 from toolkit.tools.doctor.program import data_settings
 from toolkit.tools.doctor.tile_advice import tile_advice
 from toolkit.tools.shapes import draw_scene, make_shapes
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture

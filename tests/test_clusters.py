@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from places import ROOT
 
 pytest.importorskip("fcntl", reason="shell scripts: not on Windows")
 
-ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = {
     "scontrol": '#!/bin/sh\necho "$@" >> "$LOG"\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',
     "srun": '#!/bin/sh\necho "srun with ${SRUN_CPUS_PER_TASK-no} CPUs" >> "$LOG"\nexec "$@"\n',
@@ -105,7 +105,7 @@ def test_accelerate_reads_the_launcher_settings():
     assert found["two_machines"].num_machines == 2 and found["cpu"].num_processes == 1
 
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "runs" / "until_done.sh"
+SCRIPT = ROOT / "scripts" / "runs" / "until_done.sh"
 
 # A run that notes each of its starts and does what its plan says of it: "state code [checkpoint]", or waits.
 RUN = """

@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from launching import REPORT
+from places import ROOT
 
 from toolkit.base.errors import BadInput
 from toolkit.run.command_line import parse_config
 from toolkit.tools import detect
 from toolkit.tools.shapes import make_shapes
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path.stem != "design"]  # which speaks of scripts/x.py
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted(ROOT.glob("configs/**/*.md"))]
 CODE = [path for pattern in ("configs/**/*.yaml", "scripts/*.py", "toolkit/**/*.py") for path in ROOT.glob(pattern)]

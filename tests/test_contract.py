@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
 from typing import Literal, get_args, get_type_hints
 
@@ -16,6 +15,7 @@ from contract import (
     trained_without_gradient,
 )
 from fcos_detector import FCOS
+from places import SMALL_CONFIGS
 from processes import as_launched, run_on_ranks
 from small_detectors import (
     CLASSES,
@@ -43,7 +43,7 @@ from toolkit.run.processes import prepare
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import LossWeights, window_denominators
 
-CONFIGS = Path(__file__).parent / "scripts" / "configs"
+CONFIGS = SMALL_CONFIGS
 
 
 def settings_of(script: str) -> dict:

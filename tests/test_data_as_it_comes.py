@@ -14,6 +14,7 @@ from flags import parser_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from places import ROOT
 from test_commands import module_of
 
 from toolkit.base.boxes import Boxes
@@ -34,7 +35,6 @@ from toolkit.tools.doctor.program import data_settings
 from toolkit.tools.predict.outputs import write_outputs
 from toolkit.tools.writers import write_folder
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 import check_data  # noqa: E402
 

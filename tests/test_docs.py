@@ -14,6 +14,7 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 from PIL import Image
+from places import ROOT
 
 from toolkit.data.splits import open_splits
 from toolkit.data.table import Category
@@ -21,7 +22,6 @@ from toolkit.index import DETECTORS
 from toolkit.models import build_detector, options_class
 from toolkit.run import settings
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES += [*sorted(ROOT.glob("configs/**/*.md")), *sorted(ROOT.glob("notebooks/*.ipynb"))]
 GROUPS = ("run", "data", "model", "optim", "schedule", "loss", "eval", "hub")

@@ -3,11 +3,11 @@
 
 import ast
 import difflib
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SCRIPTS = ROOT / "scripts"
 OTHERS = sorted(path.stem for path in SCRIPTS.glob("train_*.py") if path.stem != "train_detr")
 # script -> function -> lines that differ from train_detr.py
 ALLOWED = {

@@ -1,6 +1,6 @@
 """ECDet as its publisher's program has it: sizes, losses, files through the public path, and `final/`.
 
-`tests/data/weights/ecdet_*.npz` were computed with Intellindust-AI-Lab/EdgeCrafter (706d037): S and L with three layers
+`assets/weights/ecdet_*.npz` were computed with Intellindust-AI-Lab/EdgeCrafter (706d037): S and L with three layers
 of 64 channels in the ECViT, images of 96 pixels, a decoder of three layers. `losses`, in training, unweighted, without
 those of the denoising queries, are of `BOXES` and `LABELS` with a tenth of the last weights of every box head.
 """

@@ -1,13 +1,13 @@
 """Encoder layers and forwards without host synchronisation give the numbers of transformers' own, to the bit."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
+from places import ROOT
 from small_detectors import HYBRIDS, batch_of, small
 
 from toolkit.detectors.detr.host_waits import ENCODER_LAYERS, without_host_waits
@@ -16,7 +16,7 @@ NEWEST_COMPARED = "5.23.0"  # the newest release of transformers that the tests 
 
 
 def test_no_release_of_transformers_is_allowed_that_was_not_compared():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (allowed,) = (r.specifier for r in map(Requirement, project["dependencies"]) if r.name == "transformers")
     newest = Version(NEWEST_COMPARED)
     assert newest in allowed and f"{newest.major}.{newest.minor + 1}.0" not in allowed

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import places
 import pytest
 import torch
 
@@ -408,7 +409,7 @@ def test_fp16_is_not_used_on_a_cpu_and_that_is_said(monkeypatch, capsys):
 
 
 def test_every_row_of_what_happens_when_names_a_test_that_there_is():
-    root = Path(__file__).resolve().parents[1]
+    root = places.ROOT
     lines = (root / "docs" / "failures.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith("| ") and not line.startswith("| fault ")]
     assert len(rows) > 25

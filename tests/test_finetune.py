@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import SMALL_CONFIGS
 from small_detectors import HYBRIDS, OF_TRANSFORMERS, SMALL, batch_of, hub_config, run, small
 from torch import nn
 from transformers import AutoModelForObjectDetection
@@ -31,7 +32,6 @@ TRANSFORMER = {"backbone": "test_resnet", "freeze": "none", "d_model": 16, "head
                "encoder_layers": 1, "decoder_layers": 1, "num_queries": 5}  # fmt: skip
 DETR = {"architecture": "detr", **TRANSFORMER}
 RT_DETR = {"architecture": "rt_detr_v2", **TRANSFORMER, "decoder_layers": 2, "num_denoising": 4}
-SMALL_CONFIGS = Path(__file__).parent / "scripts" / "configs"
 LAYOUTS = [(0, 1, 0), (0, 1, 1), (1, 1, 0), (4, 4, 0), (5, 1, 0)]
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from places import ROOT, SUPPORT
 
 from scripts import predict, train_sgg
 from scripts.train_faster_rcnn import Config
@@ -44,7 +45,6 @@ from toolkit.tools.replay.nan_report import load_report
 from toolkit.tools.report.facts import run_facts
 from toolkit.tools.writers import write_csv
 
-ROOT = Path(__file__).resolve().parents[1]
 CLASS = "strangers_module:Detector"
 
 
@@ -61,7 +61,7 @@ def ran(tmp_path, monkeypatch):
     (tmp_path / "strangers_module.py").write_text(
         f"open({str(marker)!r}, 'w').close()\nfrom tests_own import Own as Detector\n"
     )
-    own = Path(__file__).with_name("fcos_detector.py").read_text().replace("class FCOS(", "class Own(")
+    own = (SUPPORT / "fcos_detector.py").read_text().replace("class FCOS(", "class Own(")
     (tmp_path / "tests_own.py").write_text(own)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

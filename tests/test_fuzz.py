@@ -158,7 +158,7 @@ def make_runs(folder: Path) -> None:
 
     small = "--run.name run --run.max_steps 2 --data.format shapes --data.image_size 64 --data.workers 0"
     small += " --data.batch_size_per_device 2 --data.max_train_images 8 --eval.pictures 0"
-    config = ROOT / "tests/scripts/configs/train_ssd.yaml"
+    config = ROOT / "tests/assets/configs/train_ssd.yaml"
     program("train_ssd.py", "--config", config, "--run.output_dir", folder, *small.split())
     program("export.py", folder / "run", "--out", folder / "exported", "--format", "onnx")
     torch.save(timm.create_model("lcnet_035").state_dict(), folder / "weights.pth")

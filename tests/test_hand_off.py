@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from places import ROOT
 
 from scripts import predict
 from toolkit.data.table import Category
 from toolkit.models import build_detector
 
-PAGE = Path(__file__).parents[1] / "docs" / "export.md"
+PAGE = ROOT / "docs" / "export.md"
 
 
 def example(title: str) -> str:

@@ -4,16 +4,15 @@ import importlib
 import re
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from toolkit.base.errors import BadInput
 from toolkit.models import options_class
 from toolkit.run import help as help_module
 from toolkit.run.command_line import parse_config, run_script
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [f"train_{name}" for name in ("detr", "faster_rcnn", "ssd", "yolov3", "sgg")]
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from places import ASSETS
 from test_tiff_crops import with_tags
 
 from toolkit.base.errors import BadInput
@@ -27,7 +28,7 @@ from toolkit.tools.doctor.near_duplicates import hold_out
 from toolkit.tools.predict.predict_each import predict_files
 from toolkit.tools.predict.predictor import Predictor, as_image
 
-IMAGES = Path(__file__).parent / "data" / "dirty" / "images"
+IMAGES = ASSETS / "dirty" / "images"
 SQUARE, GROUND = (220, 30, 30), (235, 230, 220)
 
 

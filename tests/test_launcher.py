@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
+from places import ROOT
 
 from toolkit.base.errors import BadInput
 from toolkit.run.launcher import Launch, _launch_arguments, find_launch, launcher_precision, refuse
 
-ROOT = Path(__file__).resolve().parents[1]
 CHILD = """
 import json, os, sys
 import torch

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from toolkit import index
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINING = sorted((ROOT / "scripts").glob("train_*.py"))
 MODULES = sorted((ROOT / "toolkit").rglob("*.py"))
 

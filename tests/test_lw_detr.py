@@ -1,6 +1,6 @@
 """LW-DETR as its publisher's program has it: sizes, losses, and files through the public path.
 
-`tests/data/weights/lwdetr_*.npz` were computed with Atten4Vis/LW-DETR (d5e6e6c), whose deformable attention was its own
+`assets/weights/lwdetr_*.npz` were computed with Atten4Vis/LW-DETR (d5e6e6c), whose deformable attention was its own
 function in PyTorch: tiny and large with 6 queries in 3 groups, images of 64 x 128 pixels. `losses`, in training,
 unweighted, are of `BOXES` and `LABELS`.
 """

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType, SimpleNamespace
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 import yaml
 from mask_data import coco_document, pixels_of, random_masks, with_masks
 from PIL import Image
+from places import ROOT
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -49,7 +49,6 @@ from toolkit.tools.report.judgement import judge
 from toolkit.tools.report.write import write_comparison, write_page
 from toolkit.tools.trackers.weights_and_biases import _image
 
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = [f"segm_{name}" for name in COCO_METRICS]
 
 

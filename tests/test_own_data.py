@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from scripts import check_data, train_detr
 from scripts.train_detr import DEFAULT_CONFIG, Config
@@ -25,7 +26,6 @@ from toolkit.run.command_line import parse_config, resolve, run_script, sources_
 from toolkit.run.synonyms import ELSEWHERE, SYNONYMS
 from toolkit.tools.shapes import make_shapes
 
-ROOT = Path(__file__).resolve().parent.parent
 DETECTORS = ("detr", "faster_rcnn", "ssd", "yolov3")
 
 

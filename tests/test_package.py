@@ -16,6 +16,7 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import import_extra, import_lightly
@@ -23,7 +24,6 @@ from toolkit.data.formats import open_dataset
 from toolkit.run.command_line import parse_config
 from toolkit.tools import detect
 
-ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 

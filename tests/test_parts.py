@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from places import ROOT
 from processes import run_on_ranks
 from torch import nn
 
@@ -17,7 +18,6 @@ from toolkit.base.distributed import UnannouncedName, world
 from toolkit.base.errors import BadInput, StoppedByGuard
 from toolkit.step.meters import SmoothedValue
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "parts.md").read_text(encoding="utf-8")
 (PROGRAM,) = re.findall(r'```python title="plain.py"\n(.*?)```', PAGE, re.DOTALL)
 # A picture of NaN makes every loss NaN, steps come before it and after it; at the end each process shows its weights.

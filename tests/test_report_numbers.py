@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from places import TESTS
 from report_data import (
     ground_truth_as_predictions,
     predictions_of,
@@ -505,7 +506,7 @@ def test_a_paired_difference_sees_what_intervals_of_each_do_not(tmp_path):
         compare([judged[0], other])
 
 
-GOLDEN = Path(__file__).parent / "golden" / "data" / "gluoncv_voc.json"  # by VOC07MApMetric and VOCMApMetric
+GOLDEN = TESTS / "golden" / "data" / "gluoncv_voc.json"  # by VOC07MApMetric and VOCMApMetric
 
 
 @pytest.mark.parametrize("case", json.loads(GOLDEN.read_text()))

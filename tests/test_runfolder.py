@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json_atomic
@@ -82,7 +83,7 @@ def test_environment(tmp_path):
     write_environment(tmp_path, seed=7, world_size=2, extra={"precision": "no"})
     read = json.loads((tmp_path / "environment.json").read_text())
     assert (read["seed"], read["processes"], read["precision"]) == (7, 2, "no")
-    assert read["git"] == git_state(Path(__file__).resolve().parent.parent)
+    assert read["git"] == git_state(ROOT)
     assert (tmp_path / "code.diff").exists() == bool(read["git"] and read["git"]["dirty"])
     assert read["packages"]["torch"] == torch.__version__ and "accelerate" in read["packages"]
     assert read["hardware"]["memory_bytes"] > 2**20 and read["hardware"]["cpu_cores_usable"] >= 1

@@ -1,11 +1,11 @@
 """Scene graph metrics at their edges."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from places import ASSETS, ROOT
 from report_data import table_of
 
 from scripts.benches import scene_graph
@@ -17,7 +17,7 @@ from toolkit.detectors.scene_graphs.open_images_metrics import open_images_metri
 from toolkit.detectors.scene_graphs.triplet_matches import best_combinations, boxes_of_objects, compact_graph
 from toolkit.detectors.scene_graphs.true_graphs import zero_shot_triplets
 
-STATS = Path(__file__).parent / "data" / "vg150_stats"
+STATS = ASSETS / "vg150_stats"
 BOXES = np.asarray([[0, 0, 20, 20], [50, 50, 80, 80], [0, 60, 30, 90]], np.float32)
 
 
@@ -83,7 +83,7 @@ def test_a_box_emitted_twice_counts_once():
             numbers = " | ".join(f"{recall:.3f}" for recall in found[protocol, name])
             row = f"| `{protocol}` | {name} | {numbers} |"
             print(row)
-            assert row in (Path(__file__).parents[1] / "docs" / "detectors" / "scene_graphs.md").read_text()
+            assert row in (ROOT / "docs" / "detectors" / "scene_graphs.md").read_text()
     np.testing.assert_array_equal(found["original", "once"], found["strict", "once"])
     assert found["original", "twice"][-1] > 1.1 * found["original", "once"][-1]
     assert (found["strict", "twice"] <= found["strict", "once"]).all()

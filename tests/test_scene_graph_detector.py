@@ -4,7 +4,6 @@ import copy
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +13,7 @@ from contract import assert_losses_are_divided_as_announced, assert_resolved_opt
 from documents import row_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from scene_graph_data import INNER, as_denominators, cut_objects, loader_of, losses_of, model_of, shapes_table
 
 from toolkit.base.errors import BadInput
@@ -324,7 +324,7 @@ def test_two_commands_find_objects_on_own_data():
         words = without_detector(options, "my/data")
         assert words.count("accelerate launch ") == words.count("--data.path my/data") == 2
         files = re.findall(r"\w+/[\w/]+\.(?:py|yaml)", words)
-        assert len(files) == 4 and all((Path(__file__).parents[1] / file).is_file() for file in files)
+        assert len(files) == 4 and all((ROOT / file).is_file() for file in files)
         assert "finds none" in words or "random weights" in words
         assert without_detector(replace(options, detector="runs/x"), "my/data") == without_detector(options, None) == ""
 

@@ -3,10 +3,10 @@
 import ast
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
@@ -153,7 +153,7 @@ def test_a_final_folder_of_another_version_is_said_to_be_that(tmp_path):
         load_detector_folder(tmp_path)
 
 
-OPTIONS_FILES = sorted(Path(__file__).parents[1].glob("toolkit/**/options.py"))
+OPTIONS_FILES = sorted(ROOT.glob("toolkit/**/options.py"))
 
 
 @pytest.mark.parametrize("path", OPTIONS_FILES, ids=lambda path: path.parent.name)

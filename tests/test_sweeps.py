@@ -12,6 +12,7 @@ import optuna
 import pytest
 import yaml
 from launching import CPU, SCRIPTS, all_rows, checkpoint_tensors, small_settings
+from places import ROOT
 
 from scripts import find_batch_size, find_rate, sweep
 from toolkit.base.errors import BadInput
@@ -20,7 +21,6 @@ from toolkit.tools.sweeps.sweep_file import Parameter, read_sweep
 
 pytest.importorskip("fcntl", reason="a program with POSIX locks and signals: not on Windows")
 
-ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.yaml"))
 PROGRAM = ROOT / "tests" / "scripts" / "stub_training.py"
 SWEEP = {

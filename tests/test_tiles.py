@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from places import ROOT
 from processes import run_on_ranks
 from report_data import table_of
 
@@ -265,7 +266,7 @@ def trained(tmp_path_factory) -> Path:
     if "TRAINED_RUN" in os.environ:
         return Path(os.environ["TRAINED_RUN"])
     out = tmp_path_factory.mktemp("runs")
-    script = Path(__file__).parents[1] / "scripts" / "train_detr.py"
+    script = ROOT / "scripts" / "train_detr.py"
     subprocess.run([sys.executable, str(script), "--run.output_dir", str(out), "--run.max_minutes", "null",
                     "--run.max_steps", "1250"], check=True, capture_output=True)  # fmt: skip
     return out / "detr"

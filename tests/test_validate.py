@@ -17,7 +17,7 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.problem_lines import kind_of
 from toolkit.data.relation_checks import stands_before
 
-# image id -> severity, annotation id, words: the table of tests/data/dirty/README.md
+# image id -> severity, annotation id, words: the table of tests/assets/dirty/README.md
 ERRORS = {
     2: (None, "truncated"), 3: (None, "empty image file"), 4: (None, "not found"), 9: (9001, "negative width"),
     10: (10002, "zero area"), 11: (11001, "non-finite coordinate"), 13: (13001, "outside the image"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from documents import row_of
 from PIL import Image
+from places import ASSETS
 from visual_genome_writer import write_visual_genome
 
 from toolkit.base.errors import BadInput
@@ -26,7 +27,7 @@ from toolkit.detectors.scene_graphs.readers.visual_genome import (
 )
 from toolkit.detectors.scene_graphs.true_graphs import load_triplets
 
-STATS = Path(__file__).parent / "data" / "vg150_stats"
+STATS = ASSETS / "vg150_stats"
 VOCABULARY = json.loads((STATS / "vocab.json").read_text())
 CLASSES = [entry["name"] for entry in VOCABULARY["objects"]]
 PREDICATES = [entry["name"] for entry in VOCABULARY["predicates"]]

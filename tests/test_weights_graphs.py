@@ -1,6 +1,6 @@
 """Published scene graphs: what Scene-Graph-Benchmark's own program predicts.   Run: pytest tests/test_weights_graphs.py
 
-`tests/data/weights/sgb_*.npz` were computed with its modules (on a CPU, torchvision's operators for its own), as
+`tests/assets/weights/sgb_*.npz` were computed with its modules (on a CPU, torchvision's operators for its own), as
 `published.py` says, with small heads and pictures.
 """
 

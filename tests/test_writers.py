@@ -22,6 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from places import TESTS
 from tracked import offline_history, offline_records
 
 from toolkit.base.errors import BadInput
@@ -448,7 +449,7 @@ def test_wandb_asks_nobody_for_an_account(wandb_home, monkeypatch):
     code = "import sys; from test_writers import *; log_rows(Path(sys.argv[1]), 1, trackers=['wandb'])"
     streams = {"stdin": other_end, "stderr": other_end, "stdout": subprocess.DEVNULL}
     command = [sys.executable, "-c", code, str(wandb_home)]
-    subprocess.run(command, **streams, timeout=60, check=True, cwd=Path(__file__).parent)
+    subprocess.run(command, **streams, timeout=60, check=True, cwd=TESTS)
     os.close(other_end)
     os.close(terminal)
     assert [step for _, step, _ in history(wandb_home)] == [1]

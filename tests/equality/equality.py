@@ -38,7 +38,7 @@ SECTIONS = ("runs", "settings", "data")
 STEPS = 20
 PASSING = ("time", "mem", "machine")  # keys of a row that a clock or the machine decides
 
-# Script, small settings in tests/scripts/configs, and flags of each training.
+# Script, small settings in tests/assets/configs, and flags of each training.
 MASKS = ["--model.masks", "true", "--model.mask_convs", "1", "--model.mask_channels", "8"]
 RUNS = {
     "rt_detr_v2": ("train_detr", "train_detr", []),
@@ -215,7 +215,7 @@ def record_runs(checkout: Checkout) -> dict[str, Any]:
     runs = {}
     for name, (script, settings, flags) in RUNS.items():
         print(f"training {name}", flush=True)
-        arguments = ["--config", f"tests/scripts/configs/{settings}.yaml", *flags]
+        arguments = ["--config", f"tests/assets/configs/{settings}.yaml", *flags]
         arguments += ["--data.format", "coco", "--data.train", str(annotations / "train.json")]
         arguments += ["--data.val", str(annotations / "val.json"), "--data.image_size", "64"]
         arguments += ["--data.batch_size_per_device", "4", "--run.epochs", "9", "--run.max_steps", str(STEPS)]
@@ -261,7 +261,7 @@ def record_settings(checkout: Checkout) -> dict[str, Any]:
             command = [named[0], "--config", str(file.relative_to(checkout.project))]
             commands += [[*command, "--print_config"], [*command, "--data.path", "DIR", "--print_config"]]
     for name in script_of.values():
-        small = f"tests/scripts/configs/{Path(name).stem}.yaml"
+        small = f"tests/assets/configs/{Path(name).stem}.yaml"
         commands += [[name, "--print_config"], [name, "--help"], [name, "--help", "all"]]
         commands += [[name, "--config", small, "--print_config"]]
         commands += [[name, *fault] for fault in FAULTS]
@@ -279,7 +279,8 @@ def record_data(checkout: Checkout, folders: list[Path]) -> dict[str, Any]:
     made += [["scripts/convert.py", source, str(work / "segments"), "--to", "yolo", "--masks"]]
     recorded = checkout.calls(made)
     places = [checkout.shapes, *formats.values(), work / "segments"]
-    places += [checkout.project / "tests/data/dirty", checkout.project / "tests/data/dirty/annotations/instances.json"]
+    dirty = checkout.project / "tests/assets/dirty"
+    places += [dirty, dirty / "annotations/instances.json"]
     places += folders
     commands = []
     copies = {}

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 
 class Counting:
@@ -111,6 +111,7 @@ def run(script: str, args: list[str], counting: Counting) -> dict:
 
 
 def main(argv: list[str]) -> int:
+
     torch.set_num_threads(1)
     counting = Counting(pretended_device.install(ROOT))
     if argv[0].endswith(".json"):

@@ -1,13 +1,13 @@
 """The same training whatever number of micro-batches, processes and machines, with constant norms and no dropout."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from launching import checkpoint_tensors, flat, kill, training_rows
+from places import SMALL_CONFIGS
 
-PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"
+PUBLISHED = SMALL_CONFIGS / "detr_published.yaml"
 
 
 # With these nothing that the images of a batch have in common is left.
@@ -23,7 +23,7 @@ ALIKE = {
         {"--model.freeze": "norms", "--model.head_options.dropout": 0},
         {"--model.freeze": "detector_and_norms", "--model.mode": "sgcls", "--model.head": "vctree",
          "--model.head_options.dropout": 0},
-        {"--config": Path(__file__).parent / "configs" / "egtr.yaml", "--model.freeze": "norms",
+        {"--config": SMALL_CONFIGS / "egtr.yaml", "--model.freeze": "norms",
          "--model.detector_options.num_denoising": 0},
     ],
     "train_ssd": [{"--model.norm": "group", "--data.multi_scale": "[]", "--model.self_weighting_steps": 0} | WEIGHED],

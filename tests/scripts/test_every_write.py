@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from launching import ROOT, SCRIPTS, Server, assert_same_run, small_settings
 from local_hub import local_hub
+from places import SUPPORT
 
 DRAWN = int(os.environ.get("WRITES", 4))  # of a program
 SEED = os.environ.get("WRITE_SEED", "0")
 EVENTS = ("write *", "socket.connect *")
 NOT_COMPARED = (".tmp*", "study.db*", "locks/*", "logs/*")  # of a sweep: its data base, and what is longer after a kill
-STUB = Path(__file__).with_name("stub_training.py")
+STUB = SUPPORT / "stub_training.py"
 SWEEP = {
     "program": str(STUB), "method": "bayes", "metric": {"name": "val/score", "goal": "maximize"},
     "parameters": {"optim.lr": {"distribution": "log_uniform_values", "min": 1e-4, "max": 1.0}},

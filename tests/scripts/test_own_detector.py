@@ -1,16 +1,16 @@
 """A detector that the toolkit does not know, by `module:Class`: trained, killed, resumed, evaluated, predicted."""
 
 import json
-from pathlib import Path
 
 import pytest
 from launching import ROOT, Script, all_rows, assert_same_run, kill, small_settings
+from places import SUPPORT
 
 from scripts.train_faster_rcnn import Config
 from toolkit.base.errors import BadInput
 from toolkit.run.command_line import parse_config
 
-ENV = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of fcos_detector.py
+ENV = {"PYTHONPATH": str(SUPPORT)}  # of fcos_detector.py
 FASTER_RCNN = Script("train_faster_rcnn")
 
 

@@ -3,13 +3,13 @@ kept by whoever goes on.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 import yaml
 from launching import ROOT, SCRIPTS, checkpoint_tensors, rows, training_rows
+from places import SMALL_CONFIGS
 
 from toolkit.run.launcher import resolve_execution
 from toolkit.step.execution import (
@@ -19,7 +19,7 @@ from toolkit.step.execution import (
     precision_of_gpu,
 )
 
-PUBLISHED = Path(__file__).parent / "configs" / "detr_published.yaml"  # which torch.compile captures in less time
+PUBLISHED = SMALL_CONFIGS / "detr_published.yaml"  # which torch.compile captures in less time
 
 SHOWN = {"no": "float32", "bf16": "bf16"}  # what the console calls a precision
 

@@ -4,13 +4,13 @@ On photographs too, with DETECTION_TOOLKIT_BCCD=FOLDER.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 from launching import ROOT, SCRIPTS, rows
 from PIL import Image
+from places import BCCD
 from transformers import pipeline
 
 from toolkit.data.decoding import decode_image
@@ -20,7 +20,6 @@ NAMES = ("predict", "evaluate", "export", "report")
 PREDICT, EVALUATE, EXPORT, REPORT = (ROOT / "scripts" / f"{name}.py" for name in NAMES)
 OF_ITS_OWN = [script for script in SCRIPTS if script.name in ("train_detr", "train_sgg")]  # boxes, and graphs
 SSD = [script for script in SCRIPTS if script.name == "train_ssd"]
-BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[3] / "shared" / "data" / "bccd")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from launching import (
     training_rows,
 )
 from PIL import Image
+from places import SMALL_CONFIGS
 from test_visual_genome import synthetic_table
 from visual_genome_writer import write_visual_genome
 
@@ -112,7 +113,7 @@ def test_on_a_frozen_detector_of_a_run(server, data, tmp_path, name, mode):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_one_stage(server, data, tmp_path, processes):
     """EGTR: killed and resumed to the bit, used for prediction with another choice than in training."""
-    config = Path(__file__).parent / "configs" / "egtr.yaml"
+    config = SMALL_CONFIGS / "egtr.yaml"
     args = of_coco(tmp_path, data, config=config, run__save_every=2, run__resume="latest")
     args = without(args, "--model.mode")
     reference = server.run(SGG, [*args, "--run.name", "reference"], processes).ok().folder

@@ -6,11 +6,11 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from launching import EVALUATION, MICRO_BATCH, REPORT, TORCHRUN, assert_same_run, finish, rows, run_folder, start
+from places import SUPPORT
 from signalled import MOMENTS
 
 from toolkit.run.folder import prepare_run_folder
@@ -74,7 +74,7 @@ def test_a_signal_in_the_first_seconds(script, settings, tmp_path, launcher, mom
     status.parent.mkdir()
     status.write_text('{"state": "preempted"}')
     args = settings("--run.output_dir", tmp_path, "--run.resume", "latest", "--run.max_steps", 1, "--run.eval_every", 0)
-    wrapper = [Path(__file__).with_name("signalled.py"), moment, whom, signals, script.path]
+    wrapper = [SUPPORT / "signalled.py", moment, whom, signals, script.path]
     code, text = finish(start([sys.executable, "-m", *LAUNCHERS[launcher], *wrapper, *args]))  # all of its processes
     goes_on = (launcher, whom) == ("accelerate launch", "launcher")
     assert f"to {whom}" in text and code != 0, text

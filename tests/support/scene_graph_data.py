@@ -1,10 +1,10 @@
 """Shapes with relations, small scene graph models on them, and stored numbers of other programs, for tests."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import torch
+from places import ASSETS
 
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import val_transform, validation_loader
@@ -62,7 +62,7 @@ def losses_of(model, batch, rows=slice(None), counts=None):
 
 def arrays(name: str) -> dict[str, torch.Tensor]:
     """A file of `data/relation_heads`."""
-    with np.load(Path(__file__).parent / "data" / "relation_heads" / f"{name}.npz") as stored:
+    with np.load(ASSETS / "relation_heads" / f"{name}.npz") as stored:
         return {key: torch.from_numpy(stored[key]) for key in stored.files}
 
 

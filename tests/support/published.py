@@ -1,23 +1,23 @@
 """Published weights as the tests have them: names and shapes of the publisher's own program, numbers by formula.
 
-`tests/data/weights/*.npz` were computed with the programs themselves, small ones of each kind: `names` (JSON, name to
+`tests/assets/weights/*.npz` were computed with the programs themselves, small ones of each kind: `names` (JSON, name to
 shape) and what they predicted for `pixels(...)` with `numbers(...)` as weights.
 """
 
 import json
 import re
 import zlib
-from pathlib import Path
 
 import numpy as np
 import torch
+from places import ASSETS
 
 from toolkit.detectors.detr.sizes import DEIMV2_SIZES, ECDET_SIZES
 from toolkit.detectors.detr.weights_detr import DETR
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.models.weights.names import renamed
 
-FOLDER = Path(__file__).parent / "data" / "weights"
+FOLDER = ASSETS / "weights"
 
 
 def numbers(name: str, shape) -> torch.Tensor:
@@ -71,7 +71,7 @@ SMALL_ECDET = {
 
 
 def with_small_sizes(monkeypatch) -> None:
-    """Let published sizes be as narrow as the models that the numbers in `tests/data/weights` are of."""
+    """Let published sizes be as narrow as the models that the numbers in `tests/assets/weights` are of."""
     for sizes, small in ((DEIMV2_SIZES, SMALL_DEIMV2), (ECDET_SIZES, SMALL_ECDET)):
         for size, entries in small.items():
             monkeypatch.setitem(sizes, size, entries)

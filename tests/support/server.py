@@ -18,6 +18,7 @@ import threading
 import traceback
 from pathlib import Path
 
+from places import ROOT
 from wandb.sdk.data_types._private import MEDIA_TMP
 
 PRELOAD = (
@@ -39,7 +40,7 @@ def warm_up() -> None:
     from toolkit.models import build_detector
     from toolkit.run.command_line import parse_config
 
-    for path in sorted((Path(__file__).parents[2] / "scripts").glob("train_*.py")):
+    for path in sorted((ROOT / "scripts").glob("train_*.py")):
         script = runpy.run_path(str(path))
         parse_config(script["Config"], [], script["DEFAULT_CONFIG"])
     re._MAXCACHE = 10_000  # transformers compiles a pattern for every weight when it saves, a second each time

@@ -11,7 +11,6 @@ told by `faults.py`. A few tests start processes of their own, where launchers a
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from launching import SCRIPTS, Script, Server, rows, small_settings
@@ -27,7 +26,7 @@ def pytest_collection_modifyitems(config, items):
     """What does not differ between scripts is shown with the first one alone."""
     kept = {True: [], False: []}
     for item in items:
-        if os.name != "posix" and Path(__file__).parent in item.path.parents:
+        if os.name != "posix" and {"script", "server"} & set(item.fixturenames):
             item.add_marker(pytest.mark.skip(reason="its runs are forked and get signals, which Windows has not"))
         script = getattr(item, "callspec", None) and item.callspec.params.get("script")
         other = isinstance(script, Script) and script != SCRIPTS[0]

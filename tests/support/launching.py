@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from places import ROOT, SMALL_CONFIGS
 from safetensors.torch import load_file
 
 HANGS_AFTER_S = 240  # of seconds, on a machine that is busy with other things too
-ROOT = Path(__file__).resolve().parents[2]
 REPORT = "toolkit.run.session_end:_report"  # which takes seconds at the end of every run
 MICRO_BATCH = "toolkit.step.window:Window.begin_micro_batch"
 EVALUATION = "toolkit.evaluation.predict_dataset:agree_max"
@@ -43,7 +43,7 @@ class Script:
 
     @property
     def config(self) -> Path:
-        return Path(__file__).parent / "configs" / f"{self.name}.yaml"
+        return SMALL_CONFIGS / f"{self.name}.yaml"
 
 
 SCRIPTS = (

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from places import ROOT
 from processes import FORK_SERVER
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_CALL_S = 240  # on a machine that is busy with other things too
 
 

@@ -1,16 +1,15 @@
 """COCO documents in memory, for the tests of data: as files, in columns, and checked."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from places import ASSETS, BCCD
 
 from toolkit.data.annotations import Annotations
 from toolkit.data.checks import CheckedAnnotations, check
 
-DIRTY = Path(__file__).parent / "data" / "dirty"
-BCCD = Path(os.environ.get("DETECTION_TOOLKIT_BCCD") or Path(__file__).parents[2] / "shared" / "data" / "bccd")
+DIRTY = ASSETS / "dirty"
 needs_bccd = pytest.mark.skipif(not BCCD.is_dir(), reason="no BCCD data: set DETECTION_TOOLKIT_BCCD to its folder")
 
 
