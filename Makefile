@@ -1,5 +1,6 @@
 # make train   set up and train a detector on the bundled data, minutes on two CPU cores
 # make test    set up and run the tests; make test-slow runs the long ones too
+# make which FILE=toolkit/data/table.py   the tests about a module;  make mutants   changes lines, and sees tests fail
 # make lint    ruff;  make bench   ratios against plain programs, measured in one run
 # make gpu     the five scripts on a GPU, eight minutes at most; writes runs/gpu/, to send in
 # make docs    the site, into site/
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 ARGS ?=
 
-.PHONY: train test test-slow lint bench gpu docs notebooks notebook-outputs clean
+.PHONY: train test test-slow which mutants lint bench gpu docs notebooks notebook-outputs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt pyproject.toml
@@ -32,6 +33,12 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'slow or not slow' $(ARGS)
+
+which:
+	@$(PYTHON) tests/which.py $(FILE)
+
+mutants: .venv/installed
+	$(BIN)/python tests/mutate.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
