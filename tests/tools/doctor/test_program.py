@@ -266,9 +266,7 @@ def test_flags_of_training_are_taken():
     assert options.image_dir == ["x"]
 
 
-@pytest.mark.parametrize(
-    "words", ["--image-dir a --data.image_dir b", "--data.image_dir [a,b]", "--image-dir a b"]
-)
+@pytest.mark.parametrize("words", ["--image-dir a --data.image_dir b", "--data.image_dir [a,b]", "--image-dir a b"])
 def test_folders_of_images_are_given_one_by_one_or_as_settings_have_them(words):
     assert parser_of("check_data").parse_args(["DIR", *words.split()]).image_dir == ["a", "b"]
 
