@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_data import predictions_of, table_of
 
-from scripts import check_data, convert, evaluate, train_ssd
+from scripts import convert, evaluate, train_ssd
 from toolkit.base.errors import BadInput
 from toolkit.data.classes import describe_class_map, with_classes, written_class_map
 from toolkit.data.formats import open_dataset
-from toolkit.data.splits import open_all_splits, open_split, open_splits
+from toolkit.data.splits import open_split, open_splits
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
 from toolkit.models import options_class
@@ -143,34 +143,6 @@ def test_boxes_of_kept_classes_are_untouched_and_relations_follow_them(tmp_path,
 # ---- faults and texts ------------------------------------------------------------------------------------------------
 
 
-def test_unknown_classes_are_named_at_once_with_their_likes(coco):
-    with pytest.raises(BadInput) as caught:
-        opened(coco, classes={"cirle": "round", "stars": None, "square": "box"})
-    hints = [message.split("; ")[-1] for message in caught.value.problems]
-    assert hints == ["did you mean circle?", "did you mean star?"]
-
-
-def test_names_that_cannot_be_are_told_at_once(coco):
-    with pytest.raises(BadInput) as caught:
-        opened(coco, classes={"square": " ", "star": ["a"], True: "b", "circle": 7})
-    told = [message.split("; ")[0] for message in caught.value.problems]
-    assert told == ["data.classes: square:  ", "data.classes: star: ['a']", "data.classes: True: b"]
-    with pytest.raises(BadInput, match="left without a class; keep at least one of circle, square"):
-        opened(coco, classes={"*": None})
-
-
-@pytest.mark.parametrize(
-    ("class_map", "names"),
-    [
-        ({"circle": 7}, ["7", "square", "triangle", "star"]),
-        ({"circle": "square", "square": "circle"}, ["square", "circle", "triangle", "star"]),
-        ({"*": "object"}, ["object"]),
-    ],
-)
-def test_classes_are_numbers_swapped_or_all_one(coco, class_map, names):
-    assert opened(coco, classes=class_map).class_names == names
-
-
 def test_a_mapping_to_the_same_names_changes_nothing(coco):
     assert opened(coco, classes={"circle": "circle"}).fingerprint == opened(coco).fingerprint
 
@@ -182,17 +154,6 @@ def test_a_mapping_is_described_and_written():
 
 
 # ---- splits and sets -------------------------------------------------------------------------------------------------
-
-
-def test_all_splits_of_a_run_get_them(coco):
-    said = []
-    where = {"path": str(coco), "cache_dir": coco.parent / "cache"}
-    tables = open_all_splits("train", "val", "val", coco.parent, say=said.append, classes=MAP, **where)
-    assert [table.class_names for table in tables] == [["round", "box"]] * 3
-    line = "data.classes: circle -> round; square, triangle -> box; left out: star; classes now: round, box"
-    assert said.count(line) == 3
-    with pytest.raises(BadInput, match="no class cirle in .*did you mean circle"):
-        open_splits("train", "val", coco.parent, say=said.append, classes={"cirle": "round"}, **where)
 
 
 def test_what_is_held_out_stays_the_same(coco):
@@ -294,18 +255,6 @@ def test_a_run_records_them_and_its_evaluation_opens_the_data_alike(coco, tmp_pa
     with pytest.raises(BadInput, match=r"has \['round', 'square', 'triangle', 'star'\]; data.classes .* -> "):
         train(words, {"circle": "round"})
     AcceleratorState._reset_state(True)
-
-
-def test_check_data_prints_the_new_classes_and_the_command_with_them(coco, capsys):
-    flags = [str(coco), "--check-images", "none", "--script", "train_ssd"]
-    check_data.main([*flags, "--classes", "{circle: round, '*': box}"])
-    printed = capsys.readouterr().out
-    assert "data.classes: circle -> round; all other classes -> box" in printed
-    assert "--data.classes '{circle: round, '\"'\"'*'\"'\"': box}'" in printed
-    assert check_data.main([*flags, "--data.classes", "{cirle: round, str: null}"]) == 2
-    assert capsys.readouterr().err.count("did you mean") == 2
-    with pytest.raises(SystemExit):
-        check_data.main([*flags, "--classes", "[circle"])
 
 
 def test_the_report_says_what_became_of_the_classes(tmp_path):

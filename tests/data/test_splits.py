@@ -1,21 +1,17 @@
-"""Splits of a run: opened with the same classes, told of in a line, and compared with each other."""
+"""Splits of a run: opened with the same classes, told of, and compared; most of it in `assets/dirty_sets/runs.txt`."""
 
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
+from dirty_sets import check_set, sets_in
 from documents import row_of
-from small_data import YOLO_ROW, picture, yolo_folder
+from small_data import BOX, YOLO_ROW, boxes_of, picture, yolo_folder
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.splits import (
     Fold,
     check_not_empty,
-    check_same_classes,
-    check_splits,
-    counts_of,
     mostly_empty,
     open_all_splits,
     open_split,
@@ -26,54 +22,38 @@ from toolkit.data.splits import (
 )
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.detectors.detr.options import RTDetrV2Options
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.models.start import check_weights
-from toolkit.tools.shapes import make_shapes
 from toolkit.tools.writers import write_folder
 
 
+@pytest.mark.parametrize("one", sets_in("runs"))
+def test_runs(one, tmp_path):
+    check_set(one, tmp_path)
+
+
 @pytest.fixture
-def reading(tmp_path):
-    """Shapes, 5 to train on and 2 to validate on, one of the boxes of which has five numbers."""
-    make_shapes(tmp_path / "shapes", train_images=5, val_images=2, image_size=48)
-    file = tmp_path / "shapes" / "annotations" / "train.json"
-    file.write_text(file.read_text().replace('"bbox": [', '"bbox": [-1000.0, ', 1))
-    return {"path": tmp_path / "shapes", "cache_dir": tmp_path / "cache", "on_error": "drop"}
+def opening(tmp_path):
+    """`open_splits`, of 6 images without a split."""
+    folder = yolo_folder(tmp_path / "d", dict.fromkeys("abcdef", YOLO_ROW), "names: [a]\ntrain: images\n")
+    return partial(open_splits, "train", "0.4", tmp_path, say=str, path=folder, cache_dir=tmp_path / "cache")
 
 
-def test_splits_are_told_of_and_their_problems_listed(reading, tmp_path):
-    said = []
-    train, val = open_splits("train", "val", tmp_path / "run", say=said.append, **reading)
-    assert (len(train), len(val)) == (5, 2)
-    assert len(said) == 4
-    assert said[1].startswith("train: 5 images")
-    assert "1 record left out (" in said[2]
-    listing = tmp_path / "run" / "data_problems_train.txt"
-    assert listing.read_text().count("\n") == len(train.problems)
-    assert not (tmp_path / "run" / "data_problems_val.txt").exists()
-
-
-def test_the_first_images_may_be_taken_alone(reading, tmp_path):
-    opening = partial(open_splits, "train", "val", tmp_path / "run", say=str, **reading)
+def test_the_first_images_may_be_taken_alone(opening):
     assert len(opening(max_train_images=3)[0]) == 3
     train, val = opening(overfit_images=2)
     assert len(train) == 2
     assert train is val
 
 
-def test_splits_of_other_classes_are_refused_with_advice(reading, tmp_path):
-    train, val = open_splits("train", "val", tmp_path / "run", say=str, **reading)
-    last = val.class_names[3]
-    fewer = replace(val, categories=val.categories[:3])
-    advice = f"{train.name} lists '{last}', which {val.name} does not: .*{last}: null"
-    advice = advice.replace("(", r"\(").replace(")", r"\)")
-    with pytest.raises(BadInput, match=f"4 classes .*{advice}"):
-        check_same_classes(train, fewer)
-    with pytest.raises(BadInput, match="lists '.*', which .* does not: list the same in both$"):
-        check_same_classes(fewer, train)
-    with pytest.raises(BadInput, match="4 classes .*same categories in the same order"):
-        check_same_classes(train, replace(val, categories=val.categories[::-1]))
+def test_problems_are_listed_in_the_folder_of_the_run(opening, tmp_path):
+    labels = tmp_path / "d" / "labels" / "a.txt"
+    labels.write_text("0 .5 .5 0 .2\n")
+    opening()
+    listing = (tmp_path / "data_problems_train.txt").read_text()
+    assert listing.startswith("warning: images/a.png (image 1): box [")
+    assert listing.count("\n") == 1
+    assert not (tmp_path / "data_problems_val.txt").exists()
 
 
 # ---- shares and folds ------------------------------------------------------------------------------------------------
@@ -93,15 +73,12 @@ def test_shares_that_cannot_be_are_refused(value):
         share_of(value)
 
 
-def test_a_share_of_training_data_is_validation_data(reading, tmp_path):
-    said = []
-    reading = {**reading, "on_error": "drop"}
-    train, val = open_splits("train", "0.4", tmp_path, say=said.append, **reading)
-    assert (len(train), len(val)) == (3, 2)
-    assert any("held out" in text for text in said)
-    whole = open_dataset("train", **reading)
-    assert sorted([*train.image_ids(), *val.image_ids()]) == sorted(whole.image_ids())
-    again = open_split("0.4", say=said.append, part_of="train", **reading)
+def test_a_share_of_training_data_is_validation_data(opening, tmp_path):
+    train, val = opening()
+    assert (len(train), len(val)) == (4, 2)
+    assert sorted([*train.image_ids(), *val.image_ids()]) == [1, 2, 3, 4, 5, 6]
+    assert boxes_of(train) + boxes_of(val) == [[BOX]] * 6
+    again = open_split("0.4", part_of="train", **opening.keywords)
     assert again.image_ids().tolist() == val.image_ids().tolist()
     assert again.fingerprint == val.fingerprint
 
@@ -117,15 +94,12 @@ def test_a_share_that_came_out_otherwise_is_warned_of():
 # ---- faults of all splits at once ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [RTDetrV2Options, SceneGraphOptions])
-def test_missing_splits_missing_weights_and_a_cut_image_are_one_message(tmp_path, options, capsys):
-    folder = yolo_folder(tmp_path / "d", dict.fromkeys("abcdef", YOLO_ROW), "names: [a]\ntrain: images\n")
-    file = folder / "images" / "d.png"
+def test_missing_splits_missing_weights_and_a_cut_image_are_one_message(opening, tmp_path, capsys):
+    file = tmp_path / "d" / "images" / "d.png"
     file.write_bytes(file.read_bytes()[:-300])
-    weights = partial(check_weights, options(pretrained_backbone=str(tmp_path / "none.safetensors")))
-    where = {"say": print, "path": folder, "cache_dir": tmp_path / "cache"}
+    options = SceneGraphOptions(pretrained_backbone=str(tmp_path / "none.safetensors"))
     with pytest.raises(BadInput) as caught:
-        open_all_splits("train", "val", "test", tmp_path, weights, **where)
+        open_all_splits("train", "val", "test", tmp_path, partial(check_weights, options), **opening.keywords)
     early = capsys.readouterr().err
     late = caught.value.untold()
     for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: the file"):
@@ -134,31 +108,6 @@ def test_missing_splits_missing_weights_and_a_cut_image_are_one_message(tmp_path
         assert words not in late, "each is printed once"
     assert "d.png" in late
     assert "d.png" not in early
-
-
-def test_a_share_and_dropped_records_leave_the_other_images(tmp_path):
-    folder = yolo_folder(tmp_path / "d", dict.fromkeys("abcdef", YOLO_ROW), "names: [a]\ntrain: images\n")
-    (folder / "images" / "d.png").write_bytes(b"")
-    weights = partial(check_weights, RTDetrV2Options())
-    where = {"say": str, "path": folder, "cache_dir": tmp_path / "cache", "on_error": "drop"}
-    train, val, test = open_all_splits("train", "25%", None, tmp_path, weights, **where)
-    assert len(train) + len(val) == 5
-    assert test is None
-
-
-def test_missing_files_of_two_splits_are_one_message(tmp_path):
-    with pytest.raises(BadInput) as caught:
-        open_all_splits(str(tmp_path / "a.json"), str(tmp_path / "b.json"), None, tmp_path, say=print)
-    expected = [f"{tmp_path}/{name}.json: no such annotation file" for name in "ab"]
-    assert caught.value.problems == expected
-
-
-def test_faults_of_several_data_sets_are_told_together(tmp_path):
-    folder = yolo_folder(tmp_path / "d", {"a": YOLO_ROW})
-    with pytest.raises(BadInput) as caught:
-        check_splits(["train", "nowhere"], path=[str(folder), str(tmp_path / "gone")])
-    assert "gone: no such folder" in str(caught.value)
-    check_splits("train", "0.2", None, path=str(folder))
 
 
 # ---- data without objects, and images in two splits ------------------------------------------------------------------
@@ -187,48 +136,6 @@ def test_hardly_any_objects_are_few_in_twenty(tmp_path, with_objects, is_asked):
     assert bool(mostly_empty(table)) == is_asked
 
 
-def test_crowds_are_counted_apart_and_explained(tmp_path):
-    rows = [row_of(number, [(1, 1, 9, 9)], labels=[0], iscrowd=[1]) for number in range(2)]
-    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=[Category(0, "a")])
-    assert counts_of(table) == {"images": 2, "boxes": 0, "crowd_regions": 2}
-    assert "2 of them have crowd regions alone. Crowd regions (COCO's iscrowd 1" in mostly_empty(table)
-
-
-SPLITS = {
-    "train: images\nval: images": "the training data and the validation data have the same 2 images",
-    "train: all.txt\nval: some.txt": "1 of the 1 images of the validation data are in the training data too",
-    "train: some.txt\nval: all.txt": "1 of the 2 images of the validation data are in the training data too",
-    "train: some.txt\nval: other.txt": None,
-}
-
-
-@pytest.mark.parametrize("settings", SPLITS)
-def test_validation_data_that_are_training_data_are_said(tmp_path, settings):
-    folder = yolo_folder(tmp_path / "data", dict.fromkeys("ab", YOLO_ROW), f"names: [a]\n{settings}\n")
-    for name, images in (("all", "ab"), ("some", "a"), ("other", "b")):
-        (folder / f"{name}.txt").write_text("".join(f"images/{image}.png\n" for image in images))
-    lines = []
-    where = {"path": str(folder), "cache_dir": tmp_path / "cache"}
-    open_all_splits("train", "val", None, tmp_path / "run", say=lines.append, **where)
-    warnings = [line.removeprefix("warning: ").split(":")[0] for line in lines if line.startswith("warning")]
-    assert warnings == [SPLITS[settings]] * bool(SPLITS[settings])
-
-
-def test_validation_data_that_are_the_test_split_are_said(tmp_path):
-    settings = "names: [a]\ntrain: train/images\nval: other/images\ntest: other/images\n"
-    folder = tmp_path / "data"
-    for seed, part in enumerate(("train", "other")):
-        yolo_folder(folder / part, {"a": YOLO_ROW}, None)
-        picture(folder / part / "images" / "a.png", seed)
-    (folder / "data.yaml").write_text(settings)
-    lines = []
-    where = {"path": str(folder), "cache_dir": tmp_path / "cache"}
-    open_all_splits("train", "val", "test", tmp_path / "run", say=lines.append, **where)
-    warnings = [line for line in lines if line.startswith("warning")]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("warning: the validation data and the test split have the same 1 images")
-
-
 def test_images_within_tables_are_compared_by_their_content(tmp_path):
     for seed, split in enumerate(("train", "val")):
         folder = yolo_folder(tmp_path / split, {"a": YOLO_ROW})
@@ -240,27 +147,3 @@ def test_images_within_tables_are_compared_by_their_content(tmp_path):
     assert train.image_root is None, "the images lie in the table"
     assert shared_images(train, opening("val")) == 0
     assert shared_images(train, train) == 1
-
-
-def test_what_was_left_out_or_noted_is_named(tmp_path):
-    faulty = f"0 .5 .5 0 .2\n{YOLO_ROW}0 .5 .5 0 0"
-    folder = yolo_folder(tmp_path / "data", {"a": YOLO_ROW, "b": faulty}, settings=None)
-    lines = []
-    where = {"path": str(folder), "cache_dir": tmp_path / "cache"}
-    open_all_splits("train", "0.5", None, tmp_path / "run", say=lines.append, **where)
-    (line,) = (line for line in lines if "see data_problems_train.txt" in line)
-    assert line.startswith("train: 2 warnings (first b.png: box [")
-    assert "; 1 note (data: no class names (data.yaml, classes.txt or *.names); classes are numbered); see " in line
-    problems = (tmp_path / "run" / "data_problems_train.txt").read_text()
-    assert problems.count("\n") == 3
-
-
-def test_rows_of_a_share_are_whole(reading, tmp_path):
-    train, val = open_splits("train", "0.4", tmp_path, say=str, **reading)
-    whole = open_dataset("train", **reading)
-    rows = {row["image_id"]: row for row in map(whole.row, range(len(whole)))}
-    for table in (train, val):
-        for row in map(table.row, range(len(table))):
-            for group in ("objects", "relations"):
-                for key, values in rows[row["image_id"]][group].items():
-                    assert np.array_equal(row[group][key], values), key

@@ -11,139 +11,154 @@ import shlex
 import zlib
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
+import yaml
 from places import ASSETS, ROOT
 from small_data import coco_text, csv_text, picture, voc_text, write_text
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset, recognise
 from toolkit.data.splits import open_all_splits
-from toolkit.data.table import DetectionTable
 from toolkit.run.command_line import parse_config
 
 
-class DirtySet(NamedTuple):
-    """A sentence, the files as (head, text), and the calls as (command, expected text)."""
-
-    title: str
-    files: list[tuple[str, str]]
-    calls: list[tuple[str, str]]
-
-
 def sets_in(name: str) -> list:
-    """Return the sets of a file, as parameters of a test."""
+    """Return the sets of a file, as parameters of a test: (files, calls), each a list of (head, text)."""
     text = (ASSETS / "dirty_sets" / f"{name}.txt").read_text(encoding="utf-8")
     shared, *sets = text.split("\n=== ")
-    files_of_all = _entries(shared, "--- ")
     cases = []
     for one in sets:
         title, _, content = one.partition("\n")
         files, _, calls = content.partition("\n>>> ")
-        found = DirtySet(title, files_of_all + _entries(files, "--- "), _entries(f">>> {calls}", ">>> "))
-        assert found.calls, f"{name}: {title}: nothing is expected"
-        cases.append(pytest.param(found, id=title))
+        files = entries_of(shared, "--- ") + entries_of(files, "--- ")
+        cases.append(pytest.param((files, entries_of(f">>> {calls}", ">>> ")), id=title))
     return cases
 
 
-def check_set(one: DirtySet, folder: Path) -> None:
-    """Build a set and compare the outcome of each of its calls with the text; `...` stands for any text."""
-    folder = folder / "set"
-    build(one, folder)
-    compare = doctest.OutputChecker().check_output
-    for command, expected in one.calls:
-        found = outcome(command, folder)
-        assert compare(expected, found, doctest.ELLIPSIS), f"{one.title}\n>>> {command}\n{found}\nexpected:\n{expected}"
-
-
-def _entries(text: str, mark: str) -> list[tuple[str, str]]:
+def entries_of(text: str, mark: str) -> list[tuple[str, str]]:
     """Split a text at the lines that begin with `mark`."""
-    parts = f"\n{text}".split(f"\n{mark}")[1:]
     entries = []
-    for part in parts:
+    for part in f"\n{text}".split(f"\n{mark}")[1:]:
         head, _, content = part.partition("\n")
         entries.append((head, f"{content.rstrip()}\n"))
     return entries
 
 
-def build(one: DirtySet, folder: Path) -> None:
+def check_set(one, folder: Path) -> None:
+    """Build a set and compare the outcome of each of its calls with the text; `...` stands for any text."""
+    files, calls = one
+    folder = folder / "set"
+    build(files, folder)
+    for call, expected in calls:
+        found = outcome(call, folder)
+        is_expected = doctest.OutputChecker().check_output(expected, found, doctest.ELLIPSIS)
+        assert is_expected, f">>> {call}\n{found}\nexpected:\n{expected}"
+
+
+def build(files: list, folder: Path) -> None:
     folder.mkdir()
-    for head, text in one.files:
+    for head, text in files:
         kind, *words = head.replace("SET", str(folder)).split()
-        text = text.replace("SET", str(folder)).replace("\\ufeff", "\ufeff")
+        path = folder / (words or [kind])[0]
         if kind == "pictures":
             for name in words:
                 picture(folder / name, zlib.crc32(name.encode()))
         elif kind == "link":
-            (folder / words[0]).parent.mkdir(parents=True, exist_ok=True)
-            (folder / words[0]).symlink_to(words[1])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(words[1])
         elif kind == "coco":
-            write_text(folder / words[0], coco_text(words[1:]))
+            write_text(path, coco_text(words[1:]))
         elif kind == "csv":
-            write_text(folder / words[0], csv_text(words[1:]))
+            write_text(path, csv_text(words[1:]))
         elif kind == "voc":
-            write_text(folder / words[0], voc_text(words[1]))
+            write_text(path, voc_text(words[1]))
         else:
-            write_text(folder / kind, text)
+            write_text(path, text.replace("SET", str(folder)).replace("\\ufeff", "\ufeff"))
 
 
-def outcome(command: str, folder: Path) -> str:
+def outcome(call: str, folder: Path) -> str:
     """Return what a call says, one fact a line; SET stands for the folder."""
-    name, *words = [word.replace("SET", str(folder)) for word in command.split()]
-    try:
-        if name == "recognise":
-            said = str(recognise(folder))
-        elif name == "open":
-            said = _opened(words, folder)
-        else:
-            said = _trained_on(words or [str(folder)], folder)
-    except BadInput as error:
-        said = "\n".join(["refused", *error.problems])
+    name, *words = shlex.split(call.replace("SET", str(folder)))
+    own = {"ACCELERATE_USE_CPU": "true", "DETECTION_TOOLKIT_CACHE": str(folder.parent / "cache")}
+    with mock.patch.dict(os.environ, own), contextlib.chdir(ROOT):
+        try:
+            said = CALLS[name](words, folder)
+        except BadInput as error:
+            said = "\n".join(["refused", *error.problems])
     return said.replace(str(folder), "SET") + "\n"
 
 
-def _opened(words: list[str], folder: Path) -> str:
-    """Open a split of the folder, or a file; further words are options."""
-    source, *rest = words
-    options = dict(word.split("=") for word in rest)
-    if not source.startswith(str(folder)):
+def _recognise(words, folder):
+    return str(recognise(folder))
+
+
+def _open(words, folder):
+    """Open a split of the folder, or a file."""
+    (source,), options = _options_in(words)
+    if str(folder) not in str(source) and "name" not in options:
         options.setdefault("path", folder)
-    return described(open_dataset(source, cache_dir=folder.parent / "cache", **options), folder)
+    return described(open_dataset(source, **options), folder)
 
 
-def described(table: DetectionTable, folder: Path) -> str:
-    """Return the classes of a table, the boxes of each image by its file, and all problems."""
-    lines = [f"classes: {', '.join(table.class_names)}"]
-    boxes = table.boxes()
-    for index in range(len(table)):
-        found = []
-        part = boxes.of_image(index)
-        for row in range(part.start, part.stop):
-            corners = " ".join(f"{value:.4g}" for value in boxes.xyxy[row].tolist())
-            crowd = "crowd " if boxes.iscrowd[row] else ""
-            found.append(f"{crowd}{table.class_names[boxes.labels[row]]} {corners}")
-        file = os.path.relpath(table.image_source(table.row(index)), folder.resolve())
-        lines.append(f"{file}: {'; '.join(found) or 'nothing'}")
-    return "\n".join([*lines, *map(str, table.problems)])
+def _run(words, folder):
+    """Open the splits of a training."""
+    splits, options = _options_in(words)
+    options.setdefault("path", str(folder))
+    said = []
+    tables = open_all_splits(*splits, *[None] * (3 - len(splits)), folder.parent / "run", say=said.append, **options)
+    return "\n".join([*said, _opened(tables)])
 
 
-def _trained_on(words: list[str], folder: Path) -> str:
+def _train_on(words, folder):
     """Return what check_data.py prints on unused files and the command that trains, and what this command opens."""
-    printed = io.StringIO()
-    own = {"ACCELERATE_USE_CPU": "true", "DETECTION_TOOLKIT_CACHE": str(folder.parent / "cache")}
-    with mock.patch.dict(os.environ, own), contextlib.chdir(ROOT), contextlib.redirect_stdout(printed):
-        import_module("scripts.check_data").main(words)
-    lines = printed.getvalue().strip().splitlines()
+    lines = _check_data(words or [str(folder)], folder).splitlines()
     said = [line for line in lines[:-1] if "not used" in line or "to validate" in line]
     said.append(lines[-1])
     if lines[-1].startswith("accelerate launch"):
         _, _, script, *flags = shlex.split(lines[-1])
-        with contextlib.chdir(ROOT):
-            config = parse_config(import_module(f"scripts.{Path(script).stem}").Config, flags)
+        config = parse_config(import_module(f"scripts.{Path(script).stem}").Config, flags)
         reading = {key: getattr(config.data, key) for key in ("path", "format", "image_dir", "on_error")}
         splits = (config.data.train, config.data.val, config.eval.test_split)
-        tables = open_all_splits(*splits, folder.parent / "run", say=str, cache_dir=folder.parent / "cache", **reading)
-        said.append(f"it opens {', '.join(str(len(table)) for table in tables if table is not None)} images")
+        said.append(_opened(open_all_splits(*splits, folder.parent / "run", say=str, **reading)))
     return "\n".join(said)
+
+
+def _check_data(words, folder):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = import_module("scripts.check_data").main(words)
+    return f"exit code {code}\n{printed.getvalue().strip()}"
+
+
+CALLS = {"recognise": _recognise, "open": _open, "run": _run, "train_on": _train_on, "check_data": _check_data}
+
+
+def _options_in(words):
+    """Return the words that are no options, lists among them, and the options KEY=VALUE."""
+    plain = [yaml.safe_load(word) if word.startswith("[") else word for word in words if "=" not in word]
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    return plain, {key: yaml.safe_load(value) for key, value in options.items()}
+
+
+def _opened(tables) -> str:
+    return f"it opens {', '.join(str(len(table)) for table in tables if table is not None)} images"
+
+
+def described(table, folder: Path) -> str:
+    """Return the classes of a table, the boxes and relations of each image by its file, and all problems."""
+    lines = [f"classes: {', '.join(table.class_names)}"]
+    for index in range(len(table)):
+        row = table.row(index)
+        objects = row["objects"]
+        found = []
+        for label, bbox, crowd in zip(objects["category"], objects["bbox"], objects["iscrowd"], strict=True):
+            corners = " ".join(f"{value:.4g}" for value in bbox)
+            found.append(f"{'crowd ' * crowd}{table.class_names[label]} {corners}")
+        relations = row["relations"]
+        for subject, other, predicate in zip(*map(relations.get, ("subject", "object", "predicate")), strict=True):
+            found.append(f"{subject} {table.predicates[predicate]} {other}")
+        file = os.path.relpath(table.image_source(row), folder.resolve())
+        lines.append(f"{file}: {'; '.join(found) or 'nothing'}")
+    return "\n".join([*lines, *map(str, table.problems)])

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 from dirty_sets import check_set, sets_in
-from documents import box, document, image, write
+from documents import document, image, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_data import BOX, boxes_of, coco_text, picture, write_text
+from small_data import coco_text, picture, write_text
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
@@ -85,21 +85,3 @@ def test_what_is_not_a_file_name_is_passed_over(tmp_path):
     file = write_text(tmp_path / "a.json", '{"images": [3, {"file_name": 4}, {}, {"file_name": "b.jpg"}]}')
     assert list(listed_names(file)) == ["b.jpg"]
     assert list(listed_names(write_text(tmp_path / "b.json", "{"))) == []
-
-
-def test_files_of_sgg_benchmark_have_relations(tmp_path):
-    """Ids count from 0, and the images lie beside the file."""
-    picture(tmp_path / "train" / "x.png")
-    extra = {
-        "annotations": [box(id=0, bbox=[40, 32, 20, 16]), box(id=1, category_id=1, bbox=[8, 0, 9, 9])],
-        "categories": [{"id": 0, "name": "person", "supercategory": "none"}, {"id": 1, "name": "hat"}],
-        "rel_categories": [{"id": 0, "name": "above"}, {"id": 1, "name": "wearing"}],
-        "rel_annotations": [{"id": 0, "subject_id": 0, "predicate_id": 1, "object_id": 1, "image_id": 1}],
-    }
-    file = write_text(tmp_path / "train" / "_annotations.coco.json", coco_text(["x.png"], **extra))
-    table = open_dataset(file, cache_dir=tmp_path / "cache")
-    assert boxes_of(table) == [[BOX, [8, 0, 17, 9]]]
-    assert table.class_names == ["person", "hat"]
-    assert table.predicates == ("above", "wearing")
-    relations = table.row(0)["relations"]
-    assert [relations[key].tolist() for key in ("subject", "object", "predicate")] == [[0], [1], [1]]
