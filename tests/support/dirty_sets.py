@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from PIL import Image, ImageEnhance
 from places import ASSETS, ROOT
 from small_data import coco_text, csv_text, picture, voc_text, write_text
 
@@ -65,6 +66,11 @@ def build(files: list, folder: Path) -> None:
         if kind == "pictures":
             for name in words:
                 picture(folder / name, zlib.crc32(name.encode()))
+        elif kind == "brighter":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ImageEnhance.Brightness(Image.open(folder / words[1])).enhance(1.1).save(path)
+        elif kind == "copy":
+            path.write_bytes((folder / words[1]).read_bytes())
         elif kind == "link":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(words[1])

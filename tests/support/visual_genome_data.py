@@ -29,8 +29,25 @@ def synthetic_table(folder: Path, count: int, first_id: int = 1, seed: int = 0) 
         ends = np.asarray([rng.permutation(n)[:2] for _ in range(r)]).reshape(-1, 2)
         boxes = np.concatenate([corner, corner + size], 1)
         labels = rng.integers(0, len(CLASSES), n)
-        relations = np.column_stack([ends, rng.integers(0, len(PREDICATES), r)]).astype(int)
-        row = row_of(first_id + i, boxes, (1024, 768), labels, relations, area=size.prod(1), id=range(1, n + 1))
+        relations = np.column_stack(
+            [
+                ends,
+                rng.integers(
+                    0,
+                    len(PREDICATES),
+                    r,
+                ),
+            ]
+        ).astype(int)
+        row = row_of(
+            first_id + i,
+            boxes,
+            (1024, 768),
+            labels,
+            relations,
+            area=size.prod(1),
+            id=range(1, n + 1),
+        )
         rows.append(row | {"file_name": f"{first_id + i}.jpg"})
     return write_rows(
         rows,
@@ -47,7 +64,14 @@ def visual_genome(folder: Path, train: int, test: int) -> Path:
     of_test = synthetic_table(folder, test, first_id=3_000_000, seed=1)
     write_visual_genome([(of_training, 0), (of_test, 2)], folder)
     (folder / "images").mkdir()
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (768, 1024, 3), np.uint8))
+    noise = Image.fromarray(
+        np.random.default_rng(0).integers(
+            0,
+            255,
+            (768, 1024, 3),
+            np.uint8,
+        )
+    )
     noise.save(folder / "picture.jpg", quality=5)
     for image_id in [*of_training.image_ids().tolist(), *of_test.image_ids().tolist()]:
         (folder / "images" / f"{image_id}.jpg").hardlink_to(folder / "picture.jpg")
