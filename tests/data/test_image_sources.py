@@ -15,6 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from dirty_sets import check_set, sets_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -30,7 +31,6 @@ from toolkit.data.sampling import SampleKey
 from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
 from toolkit.tools.shapes import make_shapes
-from toolkit.tools.writers import write_folder
 
 COUNT = 8
 KINDS = ("two folders", "folder and zip", "zip", "zip folder", "tar", "file URL", "memory URL")
@@ -106,6 +106,11 @@ def packed(kind: str, folder: Path, target: Path):
     return f"memory://{target.name}"
 
 
+@pytest.mark.parametrize("one", sets_in("image_places"))
+def test_places(one, tmp_path):
+    check_set(one, tmp_path)
+
+
 # ---- everywhere the same ---------------------------------------------------------------------------------------------
 
 
@@ -157,22 +162,6 @@ def test_a_picture_of_another_size_is_refused_wherever_it_lies(file, folder, nam
         dataset[SampleKey(0, index)]
 
 
-@pytest.mark.parametrize("format", ["voc", "csv"])
-def test_other_formats_take_images_of_an_archive(file, folder, tmp_path, format):
-    table = open_dataset(file, image_dir=folder)
-    write_folder(table, tmp_path / "d", "train", format)
-    shutil.rmtree(tmp_path / "d" / {"voc": "JPEGImages", "csv": "images"}[format])
-    read = open_dataset("train", path=tmp_path / "d", image_dir=packed("zip", folder, tmp_path))
-    assert len(read) == len(table)
-    assert read.num_boxes().tolist() == table.num_boxes().tolist()
-
-
-def test_yolo_takes_no_images_of_an_archive(file, folder, tmp_path):
-    write_folder(open_dataset(file, image_dir=folder), tmp_path / "d", "train", "yolo")
-    with pytest.raises(BadInput, match="YOLO data are listed by their image files"):
-        open_dataset("train", path=tmp_path / "d", image_dir=packed("zip", folder, tmp_path))
-
-
 def test_a_changed_archive_is_read_anew(file, folder, names, tmp_path):
     image_dir = packed("zip", folder, tmp_path)
     open_dataset(file, image_dir=image_dir)
@@ -185,43 +174,30 @@ def test_a_changed_archive_is_read_anew(file, folder, names, tmp_path):
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-def flip_a_byte(archive: Path, name: str) -> None:
-    whole = bytearray(archive.read_bytes())
-    whole[zipfile.ZipFile(archive).getinfo(name).header_offset + 80] ^= 255
-    archive.write_bytes(whole)
-
-
-def test_defects_name_the_place(file, folder, names, tmp_path):
-    first, archive = packed("folder and zip", folder, tmp_path)
-    flip_a_byte(Path(archive), names[1])
-    (Path(first) / names[0]).unlink()
-    shutil.copy(folder / names[3], first)
-    shutil.copy(folder / names[4], Path(first) / names[5])
-    table = open_dataset(file, image_dir=[first, archive], on_error="drop")
-    told = {problem.file: f"{problem.severity} {problem.message}" for problem in table.problems}
-    expected = {
-        names[0]: f"error image file not found in any of {first}, {archive}",
-        names[1]: "error image file cannot be read: damaged",
-        names[3]: f"warning this file is in {first} and in {archive}; the first one is used",
-        names[5]: f"error different files of this name are in {first} and in {archive}",
-    }
-    assert told.keys() == expected.keys()
-    for name, words in expected.items():
-        assert told[name].startswith(words)
-    assert len(table) == COUNT - 3
-
-
 def test_a_file_that_an_archive_lacks_is_named_with_it(folder, tmp_path):
     image_dir = packed("zip", folder, tmp_path)
     with pytest.raises(ImageError, match="images.zip/nothing.jpg: image file not found in .*images.zip"):
         decode_image(open_sources(image_dir) / "nothing.jpg")
 
 
-def test_damage_of_what_is_not_compressed_is_noticed(tmp_path):
-    stored = zipped(tmp_path / "stored.zip", {"a.jpg": b"12345678"}, zipfile.ZIP_STORED)
-    stored.write_bytes(stored.read_bytes().replace(b"12345678", b"12345679"))
-    with pytest.raises(ImageError, match="damaged: Bad CRC-32"):
-        decode_image(open_sources(stored) / "a.jpg")
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_damage_is_noticed(folder, names, tmp_path, method):
+    archive = zipped(tmp_path / "a.zip", {"a.jpg": (folder / names[0]).read_bytes()}, method)
+    whole = bytearray(archive.read_bytes())
+    whole[80] ^= 255
+    archive.write_bytes(whole)
+    with pytest.raises(ImageError, match="image file cannot be read: damaged"):
+        decode_image(open_sources(archive) / "a.jpg")
+
+
+def test_archives_that_cannot_be_read_are_told_together(tmp_path):
+    whole = zipped(tmp_path / "lzma.zip", {"1.jpg": b"1"}, zipfile.ZIP_LZMA).read_bytes()
+    (tmp_path / "cut.zip").write_bytes(whole[:-30])
+    with pytest.raises(BadInput) as raised:
+        open_sources([str(tmp_path / "lzma.zip"), str(tmp_path / "cut.zip")])
+    packed_otherwise, cut = raised.value.problems
+    assert "1.jpg is packed by method 14" in packed_otherwise
+    assert "neither a folder nor an archive" in cut
 
 
 def test_a_member_larger_than_any_image_is_not_unpacked(tmp_path):
@@ -246,33 +222,6 @@ def test_no_more_of_a_member_is_unpacked_than_the_archive_says(tmp_path):
     assert most < 2**20
 
 
-WRONG_PLACES = {
-    "FOLDER/nowhere": "no such image folder",
-    "FOLDER/a.txt": "neither a folder nor an archive",
-    "FOLDER/a.tar.gz": "make a .tar or a .zip of it",
-    "FOLDER/a.zip/val": "no such folder in the archive; at its top are 2.jpg, train",
-    "FOLDER/lzma.zip": "1.jpg is packed by method 14",
-    "FOLDER/cut.zip": "neither a folder nor an archive",
-    "memory://nothing/here": "no files there",
-    "nosuch://x": "cannot be listed: Protocol not known",
-}
-
-
-def test_places_that_cannot_be_are_told_together(tmp_path):
-    (tmp_path / "a.txt").write_text("no archive")
-    (tmp_path / "a.tar.gz").write_bytes(b"")
-    whole = zipped(tmp_path / "a.zip", {"train/1.jpg": b"1", "2.jpg": b"2"}).read_bytes()
-    zipped(tmp_path / "lzma.zip", {"1.jpg": b"1"}, zipfile.ZIP_LZMA)
-    (tmp_path / "cut.zip").write_bytes(whole[:-30])
-    with pytest.raises(BadInput) as raised:
-        open_sources([place.replace("FOLDER", str(tmp_path)) for place in WRONG_PLACES])
-    for told, (place, words) in zip(raised.value.problems, WRONG_PLACES.items(), strict=True):
-        assert place.replace("FOLDER", str(tmp_path)).removesuffix("/val") in told
-        assert words in told
-    with pytest.raises(BadInput, match="an empty list"):
-        open_sources([])
-
-
 # ---- links, processes, members ---------------------------------------------------------------------------------------
 
 
@@ -290,16 +239,6 @@ def test_a_hard_link_in_a_tar_is_its_target_and_a_symbolic_link_is_left_out(fold
     opened = open_sources(tmp_path / "linked.tar")
     assert not opened.parts[0].holds("out.jpg")
     assert (opened / "again.jpg").read_bytes() == (folder / names[1]).read_bytes()
-
-
-def test_a_link_out_of_one_of_several_folders_is_followed(file, folder, names, tmp_path):
-    first, second = two_folders(folder, tmp_path)
-    (Path(first) / names[0]).unlink()
-    (Path(first) / names[0]).symlink_to(folder / names[0])
-    table = open_dataset(file, image_dir=[first, second], on_error="drop")
-    (note,) = table.problems
-    assert note.message == f"1 of {COUNT} images are links to files elsewhere, which are read: {names[0]}"
-    assert len(table) == COUNT
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at the open files of the process")

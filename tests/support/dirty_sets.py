@@ -8,6 +8,7 @@ import doctest
 import io
 import os
 import shlex
+import zipfile
 import zlib
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +72,10 @@ def build(files: list, folder: Path) -> None:
             ImageEnhance.Brightness(Image.open(folder / words[1])).enhance(1.1).save(path)
         elif kind == "copy":
             path.write_bytes((folder / words[1]).read_bytes())
+        elif kind == "zip":
+            with zipfile.ZipFile(path, "w") as archive:
+                for name in words[1:]:
+                    archive.write(folder / name, Path(name).name)
         elif kind == "link":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(words[1])
@@ -165,6 +170,6 @@ def described(table, folder: Path) -> str:
         relations = row["relations"]
         for subject, other, predicate in zip(*map(relations.get, ("subject", "object", "predicate")), strict=True):
             found.append(f"{subject} {table.predicates[predicate]} {other}")
-        file = os.path.relpath(table.image_source(row), folder.resolve())
+        file = os.path.relpath(str(table.image_source(row)), folder.resolve())
         lines.append(f"{file}: {'; '.join(found) or 'nothing'}")
     return "\n".join([*lines, *map(str, table.problems)])
