@@ -137,13 +137,29 @@ def _train_on(words, folder):
 
 
 def _check_data(words, folder):
+    return _program("check_data", words)
+
+
+def _convert(words, folder):
+    return _program("convert", words)
+
+
+def _program(name, words):
+    """Return the exit code of a program and what it prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        code = import_module("scripts.check_data").main(words)
+        code = import_module(f"scripts.{name}").main(words)
     return f"exit code {code}\n{printed.getvalue().strip()}"
 
 
-CALLS = {"recognise": _recognise, "open": _open, "run": _run, "train_on": _train_on, "check_data": _check_data}
+CALLS = {
+    "recognise": _recognise,
+    "open": _open,
+    "run": _run,
+    "train_on": _train_on,
+    "check_data": _check_data,
+    "convert": _convert,
+}
 
 
 def _options_in(words):

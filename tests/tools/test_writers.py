@@ -7,7 +7,6 @@ import csv
 
 import numpy as np
 import pytest
-from documents import row_of
 from PIL import Image
 from small_data import coco_text, one_image_folder, picture, write_text
 
@@ -15,8 +14,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, LabelledImages
-from toolkit.data.table_cache import write_rows
-from toolkit.tools.writers import names_by_content, unsupported_by, write_coco_folder, write_csv, write_folder
+from toolkit.tools.writers import names_by_content, write_coco_folder, write_csv, write_folder
 
 NAMES = ["=1+1", "'=1+1", "+x", "-x", "@SUM(A1)", "'it'", "it's", "''", "plain", "a,b", 'say "=x"', "＝1", "=it'"]
 
@@ -62,30 +60,3 @@ def test_a_suffix_that_is_missing_or_wrong_is_that_of_the_content(tmp_path):
     assert names_by_content(table) == ["a.png", "b.png"]
     write_coco_folder(table, tmp_path / "out", "train")
     assert sorted(path.name for path in (tmp_path / "out" / "train").iterdir()) == ["a.jpg", "b.png"]
-
-
-@pytest.fixture
-def graph_table(tmp_path):
-    """A crowd and an object with a relation, and classes whose ids have gaps."""
-    row = row_of(1, [(1, 1, 9, 9), (2, 2, 8, 8)], labels=[0, 1], iscrowd=[1, 0], relations=[(0, 1, 0)])
-    row["objects"]["attributes"] = [[1], [0]]
-    categories = [Category(3, "a"), Category(7, "b")]
-    written = {"categories": categories, "predicates": ("on",), "attributes": ("red",)}
-    return write_rows([row], cache_file=tmp_path / "t.json", **written)
-
-
-LOST = {
-    "coco": [],
-    "voc": ["category ids become 1 to 2", "relations are left out", "attributes are left out"],
-    "yolo": [
-        "1 crowd regions are left out",
-        "category ids become 0 to 1",
-        "relations are left out",
-        "attributes are left out",
-    ],
-}
-
-
-@pytest.mark.parametrize("format", LOST)
-def test_what_a_format_cannot_hold_is_said(graph_table, format):
-    assert unsupported_by(graph_table, format) == LOST[format]
