@@ -29,7 +29,10 @@ FORMATS = {
     "fractions xywh": Format(False, False, True, "[x * W, y * H, width * W, height * H]"),
     "fractions xyxy": Format(True, False, True, "[x1 * W, y1 * H, (x2 - x1) * W, (y2 - y1) * H]"),
     "fractions cxcywh": Format(
-        False, True, True, "[(cx - width / 2) * W, (cy - height / 2) * H, width * W, height * H]"
+        False,
+        True,
+        True,
+        "[(cx - width / 2) * W, (cy - height / 2) * H, width * W, height * H]",
     ),
 }
 
@@ -95,7 +98,13 @@ def test_boxes_inside_their_images_are_never_refused(entries):
 
 
 @settings(max_examples=40)
-@given(seeds, st.integers(400, 800), st.floats(0.08, 0.2), st.floats(0, 0.5), st.sampled_from(sorted(FORMATS)))
+@given(
+    seeds,
+    st.integers(400, 800),
+    st.floats(0.08, 0.2),
+    st.floats(0, 0.5),
+    st.sampled_from(sorted(FORMATS)),
+)
 def test_every_other_format_is_recognised_and_mended_by_the_advice(seed, count, smallest, spread, format):
     boxes, sizes = random_boxes(seed, count, smallest, smallest + spread)
     assert verdict(document_of(boxes, sizes)) is None
@@ -109,7 +118,12 @@ def test_every_other_format_is_recognised_and_mended_by_the_advice(seed, count, 
 
 
 @settings(max_examples=40)
-@given(seed=seeds, count=st.integers(20, 400), dirt=st.floats(0, 1), reach=st.floats(0, 0.9))
+@given(
+    seed=seeds,
+    count=st.integers(20, 400),
+    dirt=st.floats(0, 1),
+    reach=st.floats(0, 0.9),
+)
 def test_objects_that_leave_their_image_are_no_evidence(seed, count, dirt, reach):
     """Amodal or careless boxes: a share of them is moved over an edge."""
     boxes, sizes = random_boxes(seed, count, 0.05, 0.6)
@@ -136,7 +150,16 @@ def test_slips_crowds_and_broken_records_do_not_hide_it(format):
     content = document_of(in_format(FORMATS[format], boxes, sizes), sizes)
     entries = content["annotations"]
     whole = entries[0] | {"bbox": [0, 0, 64, 64], "iscrowd": 1}
-    broken = [None, "x", [1], [1, 2, 3, "4"], [10**400, 1, 1, 1], [float("nan"), 1, 1, 1], [[1], 2, 3, 4], True]
+    broken = [
+        None,
+        "x",
+        [1],
+        [1, 2, 3, "4"],
+        [10**400, 1, 1, 1],
+        [float("nan"), 1, 1, 1],
+        [[1], 2, 3, 4],
+        True,
+    ]
     entries += [whole] * 30
     entries += [entries[0] | {"bbox": bbox} for bbox in broken]
     entries += ["nothing", {}, {"image_id": []}]

@@ -72,7 +72,11 @@ def triplets_by_id(table) -> list[set[tuple]]:
         row = table.row(index)
         ids = row["objects"]["id"]
         relations = row["relations"]
-        ends = (ids[relations["subject"]], ids[relations["object"]], relations["predicate"])
+        ends = (
+            ids[relations["subject"]],
+            ids[relations["object"]],
+            relations["predicate"],
+        )
         images.append(set(zip(*(end.tolist() for end in ends), strict=True)))
     return images
 
@@ -118,7 +122,11 @@ def data(draw):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_boxes_of_kept_classes_are_untouched_and_relations_follow_them(tmp_path, drawn):
     rows, class_map = drawn
-    written = {"categories": CATEGORIES, "predicates": ("p", "q", "r", "s", "t"), "attributes": ("u", "v")}
+    written = {
+        "categories": CATEGORIES,
+        "predicates": ("p", "q", "r", "s", "t"),
+        "attributes": ("u", "v"),
+    }
     whole = write_rows(rows, cache_file=tmp_path / "t.json", **written)
     new = {name: class_map.get(name, class_map.get("*", name)) for name in NAMES}
     if set(new.values()) == {None}:
@@ -170,9 +178,24 @@ def test_what_is_held_out_stays_the_same(coco):
 
 def test_classes_of_several_sets_get_their_names_before_they_are_joined(coco, tmp_path):
     other = tmp_path / "other"
-    convert.main([str(coco), str(other), "--to", "coco", "--classes", "{circle: Disc, '*': null}"])
+    convert.main(
+        [
+            str(coco),
+            str(other),
+            "--to",
+            "coco",
+            "--classes",
+            "{circle: Disc, '*': null}",
+        ]
+    )
     assert opened(other, "val").class_names == ["Disc"]
-    class_map = {"circle": "disc", "Disc": "disc", "star": None, "square": "box", "triangle": "box"}
+    class_map = {
+        "circle": "disc",
+        "Disc": "disc",
+        "star": None,
+        "square": "box",
+        "triangle": "box",
+    }
     how = {"path": [str(coco), str(other)], "cache_dir": tmp_path, "classes": class_map}
     table = open_dataset("train", **how)
     assert table.class_names == ["disc", "box"]
@@ -195,7 +218,10 @@ def test_a_resume_says_that_another_mapping_is_other_data(coco):
     table = opened(coco, classes=MAP)
     identity = json.loads(json.dumps(table.identity))
     assert table.changed_since(identity) == ""
-    other = opened(coco, classes={"circle": "round", "square": "box", "star": "box", "triangle": None})
+    other = opened(
+        coco,
+        classes={"circle": "round", "square": "box", "star": "box", "triangle": None},
+    )
     said = "data.classes was {circle: round, square: box, triangle: box, star: null}, and is {circle"
     assert said in other.changed_since(identity)
     assert "data.classes was {}" in table.changed_since(opened(coco).identity)
@@ -233,7 +259,10 @@ def test_a_run_records_them_and_its_evaluation_opens_the_data_alike(coco, tmp_pa
     run = tmp_path / "mine"
     assert load_config_dict(run / "config.yaml", options_class)["data"]["classes"] == MAP
     final = json.loads((run / "final" / "categories.json").read_text())  # by whose names other runs load these weights
-    assert [(category["id"], category["name"]) for category in final] == [(1, "round"), (2, "box")]
+    assert [(category["id"], category["name"]) for category in final] == [
+        (1, "round"),
+        (2, "box"),
+    ]
     capsys.readouterr()
     saved = tmp_path / "found.json"
     assert evaluate.main([str(run), "--save", str(saved)]) == 0
@@ -249,10 +278,20 @@ def test_a_run_records_them_and_its_evaluation_opens_the_data_alike(coco, tmp_pa
     capsys.readouterr()
     assert evaluate.main([str(run), "--path", str(other)]) == 0
     assert '"AP/box"' in capsys.readouterr().out
-    words += ["--run.resume", "latest", "--run.resume_schedule", "new", "--run.max_steps", "2"]
+    words += [
+        "--run.resume",
+        "latest",
+        "--run.resume_schedule",
+        "new",
+        "--run.max_steps",
+        "2",
+    ]
     train(words, MAP | {"star": "box", "triangle": None})
     assert capsys.readouterr().out.count("data.classes was {circle: round") == 2
-    with pytest.raises(BadInput, match=r"has \['round', 'square', 'triangle', 'star'\]; data.classes .* -> "):
+    with pytest.raises(
+        BadInput,
+        match=r"has \['round', 'square', 'triangle', 'star'\]; data.classes .* -> ",
+    ):
         train(words, {"circle": "round"})
     AcceleratorState._reset_state(True)
 

@@ -23,7 +23,10 @@ def write_annotations(folder: Path, format: str) -> None:
             write_text(folder / "train" / f"{name[0]}.xml", voc_text(name))
 
 
-@pytest.mark.parametrize("places", [["train", "train/images"], ["train/images", "train"], ["train/a", "train/b"]])
+@pytest.mark.parametrize(
+    "places",
+    [["train", "train/images"], ["train/images", "train"], ["train/a", "train/b"]],
+)
 @pytest.mark.parametrize("format", ["coco", "voc", "csv"])
 def test_pictures_are_found_in_all_places_of_a_split(tmp_path, format, places):
     folder = tmp_path / "set"
@@ -57,7 +60,11 @@ def test_another_folder_of_images_is_not_taken_from_the_cache(tmp_path, format):
     for number, name in enumerate(("first", "second")):
         for file in NAMES:
             picture(tmp_path / name / file, number)
-        options = {"path": folder, "image_dir": str(tmp_path / name), "cache_dir": tmp_path / "cache"}
+        options = {
+            "path": folder,
+            "image_dir": str(tmp_path / name),
+            "cache_dir": tmp_path / "cache",
+        }
         assert open_dataset("train", **options).image_root == tmp_path / name
 
 

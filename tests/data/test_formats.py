@@ -5,7 +5,13 @@ from documents import DIRTY
 from small_data import one_image_folder
 
 from toolkit.base.errors import BadInput
-from toolkit.data.formats import is_several, open_dataset, pair_folders_and_splits, recognise, split_in
+from toolkit.data.formats import (
+    is_several,
+    open_dataset,
+    pair_folders_and_splits,
+    recognise,
+    split_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,14 +22,26 @@ from toolkit.data.formats import is_several, open_dataset, pair_folders_and_spli
         ("data.csv", {}, "no such file or folder"),
         (".", {"format": "coco"}, "cannot be read"),
         (DIRTY / "README.md", {}, "cannot tell the format"),
-        ("train", {}, "the name of a split, and no data set .* the bundled data need data.format shapes"),
+        (
+            "train",
+            {},
+            "the name of a split, and no data set .* the bundled data need data.format shapes",
+        ),
         ("test", {"format": "shapes"}, "choose from train, val"),
         ("train", {"format": "shapes", "name": "someone/photographs"}, "--data.format"),
         ("a.json", {"format": "voc2"}, "choose from auto, coco"),
         ("train", {"format": "hub"}, "--data.name"),
         ("train", {"path": "nowhere"}, r"nowhere: no such folder \(data.path\)"),
-        (DIRTY / "annotations" / "instances.json", {"image_dir": "no/such"}, "no such image folder"),
-        (DIRTY / "annotations" / "instances.json", {"on_error": "ignore"}, "expected 'raise' or 'drop'"),
+        (
+            DIRTY / "annotations" / "instances.json",
+            {"image_dir": "no/such"},
+            "no such image folder",
+        ),
+        (
+            DIRTY / "annotations" / "instances.json",
+            {"on_error": "ignore"},
+            "expected 'raise' or 'drop'",
+        ),
     ],
 )
 def test_one_sentence_for_what_cannot_be_opened(tmp_path, source, options, words):
@@ -34,7 +52,10 @@ def test_one_sentence_for_what_cannot_be_opened(tmp_path, source, options, words
 
 def test_masks_are_not_read_from_tables(tmp_path):
     folder = one_image_folder(tmp_path, "csv")
-    with pytest.raises(BadInput, match="masks are not read from the format 'csv'; formats with masks are coco"):
+    with pytest.raises(
+        BadInput,
+        match="masks are not read from the format 'csv'; formats with masks are coco",
+    ):
         open_dataset("train", path=folder, masks=True, cache_dir=tmp_path / "cache")
 
 
@@ -56,8 +77,14 @@ def test_training_data_are_all_data_where_nothing_is_split(tmp_path):
 
 
 def test_folders_and_splits_are_paired():
-    assert pair_folders_and_splits(["a", "b"], "train") == [("a", "train"), ("b", "train")]
-    assert pair_folders_and_splits("a", ["train", "val"]) == [("a", "train"), ("a", "val")]
+    assert pair_folders_and_splits(["a", "b"], "train") == [
+        ("a", "train"),
+        ("b", "train"),
+    ]
+    assert pair_folders_and_splits("a", ["train", "val"]) == [
+        ("a", "train"),
+        ("a", "val"),
+    ]
     assert pair_folders_and_splits(None, ["a.json"]) == [(None, "a.json")]
     assert is_several("a", ["b"])
     assert not is_several("a", None)

@@ -33,7 +33,15 @@ from toolkit.run.settings import DataConfig
 from toolkit.tools.shapes import make_shapes
 
 COUNT = 8
-KINDS = ("two folders", "folder and zip", "zip", "zip folder", "tar", "file URL", "memory URL")
+KINDS = (
+    "two folders",
+    "folder and zip",
+    "zip",
+    "zip folder",
+    "tar",
+    "file URL",
+    "memory URL",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +166,10 @@ def test_a_picture_of_another_size_is_refused_wherever_it_lies(file, folder, nam
     index = table.file_names().index(names[0])
     dataset = DetectionDataset(table, exact_transform(32))
     dataset[SampleKey(0, (index + 1) % len(dataset))]
-    with pytest.raises(BadInput, match=rf"{names[0]}: the picture has 20 x 10 pixels .*but 48 x 48 by the annotations"):
+    with pytest.raises(
+        BadInput,
+        match=rf"{names[0]}: the picture has 20 x 10 pixels .*but 48 x 48 by the annotations",
+    ):
         dataset[SampleKey(0, index)]
 
 

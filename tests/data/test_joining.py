@@ -20,9 +20,16 @@ from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
 from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth
 from toolkit.run.settings import DataConfig
 
-CLASSES = {"a": ["circle", "square", "star"], "b": ["triangle", "circle"]}  # which overlap in `circle`
+CLASSES = {
+    "a": ["circle", "square", "star"],
+    "b": ["triangle", "circle"],
+}  # which overlap in `circle`
 JOINED = ["circle", "square", "star", "triangle"]
-PREDICATES = {"a": ["left of", "right of", "above"], "b": ["above", "left of", "right of"], "c": ["left of"]}
+PREDICATES = {
+    "a": ["left of", "right of", "above"],
+    "b": ["above", "left of", "right of"],
+    "c": ["left of"],
+}
 
 
 def numbered(names: list[str]) -> list[dict]:
@@ -35,16 +42,30 @@ def write_set(folder, classes: list[str], predicates: list[str], **counts: int) 
         lists = {"images": [], "annotations": [], "rel_annotations": []}
         for number in range(1, count + 1):
             about = {"image_id": number, "area": 400, "iscrowd": 0}
-            picture(folder / split / f"{number}.png", number + 100 * len(classes) + 1000 * (split == "val"))
+            picture(
+                folder / split / f"{number}.png",
+                number + 100 * len(classes) + 1000 * (split == "val"),
+            )
             size = dict(zip(("width", "height"), SIZE, strict=True))
             lists["images"].append({"id": number, "file_name": f"{number}.png", **size})
             for at in (0, 1):
                 category = 1 + (number + at) % len(classes)
-                box = {"id": 2 * number + at, "category_id": category, "bbox": [10 + 40 * at, number, 20, 20]}
+                box = {
+                    "id": 2 * number + at,
+                    "category_id": category,
+                    "bbox": [10 + 40 * at, number, 20, 20],
+                }
                 lists["annotations"].append(about | box)
-            relation = {"id": number, "image_id": number, "predicate_id": 1 + number % len(predicates)}
+            relation = {
+                "id": number,
+                "image_id": number,
+                "predicate_id": 1 + number % len(predicates),
+            }
             lists["rel_annotations"].append(relation | {"subject_id": 2 * number, "object_id": 2 * number + 1})
-        lists |= {"categories": numbered(classes), "rel_categories": numbered(predicates)}
+        lists |= {
+            "categories": numbered(classes),
+            "rel_categories": numbered(predicates),
+        }
         write_text(folder / "annotations" / f"{split}.json", coco_text([], **lists))
     return str(folder)
 
@@ -60,7 +81,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def opened(folder):
-    return partial(open_dataset, path=[str(folder / "a"), str(folder / "b")], cache_dir=folder / "cache")
+    return partial(
+        open_dataset,
+        path=[str(folder / "a"), str(folder / "b")],
+        cache_dir=folder / "cache",
+    )
 
 
 @pytest.fixture
@@ -89,7 +114,12 @@ def test_a_joined_table_has_joined_classes_and_unique_ids(table):
     assert table.name == "a + b"
     assert table.class_names == JOINED
     assert table.predicates == tuple(PREDICATES["a"])
-    assert [category.id for category in table.categories] == [1, 2, 3, 4]  # the files give 1 to circle and to triangle
+    assert [category.id for category in table.categories] == [
+        1,
+        2,
+        3,
+        4,
+    ]  # the files give 1 to circle and to triangle
     assert [one.name for one in table.sets] == ["a", "b"]
     assert table.set_of_image().tolist() == [0] * 6 + [1] * 8
     assert len(set(table.image_ids())) == 14
@@ -114,7 +144,13 @@ def test_runs_of_earlier_versions_keep_the_fingerprint_of_a_joined_table(opened,
     assert opened("train").fingerprint == table.fingerprint
     names = table.file_names()
     fingerprints = [one.fingerprint for one in alone]
-    about = (fingerprints, str(table.image_root), [names[:6], names[6:]], table.categories, list(table.sets))
+    about = (
+        fingerprints,
+        str(table.image_root),
+        [names[:6], names[6:]],
+        table.categories,
+        list(table.sets),
+    )
     file = folder / "cache" / "tables" / f"{hash_of(*about, table.predicates)}-joined.json"
     written = write_table(table.image_rows(), table.boxes(), cache_file=file, categories=table.categories)
     assert opened("train").fingerprint == written.fingerprint != table.fingerprint
@@ -134,7 +170,10 @@ def test_ids_that_are_unique_stay(folder, tmp_path):
         del document[key]
     other = folder / "b" / "train" / "other.json"  # beside its images
     other.write_text(json.dumps(document))
-    table = open_dataset([str(folder / "a" / "annotations" / "train.json"), str(other)], cache_dir=tmp_path)
+    table = open_dataset(
+        [str(folder / "a" / "annotations" / "train.json"), str(other)],
+        cache_dir=tmp_path,
+    )
     other.unlink()
     assert table.image_ids().tolist() == [1, 2, 3, 4, 5, 6, *range(1001, 1009)]
 
@@ -157,7 +196,10 @@ def test_a_part_of_joined_data_keeps_the_sets(opened, table, tmp_path):
     assert not [note for note in check_ground_truth(val) if "AP" in note and "undefined" not in note]
 
 
-@pytest.mark.parametrize(("unlisted", "labelled"), [("unknown", [[True, False, False, True]]), ("background", None)])
+@pytest.mark.parametrize(
+    ("unlisted", "labelled"),
+    [("unknown", [[True, False, False, True]]), ("background", None)],
+)
 def test_one_file_validates_in_the_joined_classes_and_predicates(folder, tmp_path, unlisted, labelled):
     files = [str(folder / name / "annotations" / "train.json") for name in CLASSES]
     lone = str(folder / "b" / "annotations" / "val.json")
@@ -183,9 +225,17 @@ def test_detections_are_evaluated_by_set_and_not_where_nobody_labelled(opened):
     found = {}
     for index, image_id in enumerate(val.image_ids().tolist()):
         part = boxes.of_image(index)
-        found[image_id] = {"boxes": boxes.xyxy[part], "labels": boxes.labels[part], "scores": np.full(2, 0.5)}
+        found[image_id] = {
+            "boxes": boxes.xyxy[part],
+            "labels": boxes.labels[part],
+            "scores": np.full(2, 0.5),
+        }
         if index >= 3:  # nothing of set b is found, and squares where nobody labelled any
-            found[image_id] = {"boxes": np.array([[1.0, 1, 9, 9]]), "labels": np.array([1]), "scores": np.array([0.9])}
+            found[image_id] = {
+                "boxes": np.array([[1.0, 1, 9, 9]]),
+                "labels": np.array([1]),
+                "scores": np.array([0.9]),
+            }
     row = CocoEvaluator(val).evaluate(found)
     assert row["bbox_AP/a"] == pytest.approx(1)
     assert row["bbox_AP/b"] == 0
@@ -203,8 +253,15 @@ def test_scene_graphs_are_measured_by_set(opened):
         pairs = np.stack([ends["subject"], ends["object"]], 1)
         if table.set_of_image()[index] == 1:  # all the wrong way round
             pairs = pairs[:, ::-1]
-        objects = {"boxes": row["objects"]["bbox"], "labels": row["objects"]["category"], "scores": np.ones(2)}
-        found[image_id] = objects | {"pairs": pairs, "predicate_scores": np.eye(3)[ends["predicate"]]}
+        objects = {
+            "boxes": row["objects"]["bbox"],
+            "labels": row["objects"]["category"],
+            "scores": np.ones(2),
+        }
+        found[image_id] = objects | {
+            "pairs": pairs,
+            "predicate_scores": np.eye(3)[ends["predicate"]],
+        }
     row = SceneGraphEvaluator(table, "predcls").evaluate(found)
     assert row["R@100/a"] == 1
     assert row["R@100/b"] == 0

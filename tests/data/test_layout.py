@@ -49,7 +49,13 @@ def test_pictures_are_not_looked_for_in_the_folder_of_another_split():
 
 
 def test_splits_come_in_one_order():
-    assert ordered(["b", "test", "train", "a", "val"]) == ("train", "val", "test", "a", "b")
+    assert ordered(["b", "test", "train", "a", "val"]) == (
+        "train",
+        "val",
+        "test",
+        "a",
+        "b",
+    )
 
 
 def test_folders_below_are_listed_once(tmp_path):
@@ -80,5 +86,9 @@ def test_all_formats_look_at_a_folder_once(tmp_path, monkeypatch):
     assert not found.others
     assert not found.unused
     inside = {path: times for path, times in listed.items() if path.startswith(str(folder))}
-    assert {str(folder), str(folder / "images"), str(folder / "labels")} <= inside.keys()
+    assert {
+        str(folder),
+        str(folder / "images"),
+        str(folder / "labels"),
+    } <= inside.keys()
     assert set(inside.values()) == {1}

@@ -36,7 +36,15 @@ def test_runs(one, tmp_path):
 def opening(tmp_path):
     """`open_splits`, of 6 images without a split."""
     folder = yolo_folder(tmp_path / "d", dict.fromkeys("abcdef", YOLO_ROW), "names: [a]\ntrain: images\n")
-    return partial(open_splits, "train", "0.4", tmp_path, say=str, path=folder, cache_dir=tmp_path / "cache")
+    return partial(
+        open_splits,
+        "train",
+        "0.4",
+        tmp_path,
+        say=str,
+        path=folder,
+        cache_dir=tmp_path / "cache",
+    )
 
 
 def test_the_first_images_may_be_taken_alone(opening):
@@ -61,7 +69,14 @@ def test_problems_are_listed_in_the_folder_of_the_run(opening, tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "share"),
-    [("25%", 0.25), (" 25 % ", 0.25), (0.25, 0.25), ("2/5", Fold(2, 5)), ("val", None), ("annotations/5", None)],
+    [
+        ("25%", 0.25),
+        (" 25 % ", 0.25),
+        (0.25, 0.25),
+        ("2/5", Fold(2, 5)),
+        ("val", None),
+        ("annotations/5", None),
+    ],
 )
 def test_shares_and_folds_are_told_from_names(value, share):
     assert share_of(value) == share
@@ -99,10 +114,21 @@ def test_missing_splits_missing_weights_and_a_cut_image_are_one_message(opening,
     file.write_bytes(file.read_bytes()[:-300])
     options = SceneGraphOptions(pretrained_backbone=str(tmp_path / "none.safetensors"))
     with pytest.raises(BadInput) as caught:
-        open_all_splits("train", "val", "test", tmp_path, partial(check_weights, options), **opening.keywords)
+        open_all_splits(
+            "train",
+            "val",
+            "test",
+            tmp_path,
+            partial(check_weights, options),
+            **opening.keywords,
+        )
     early = capsys.readouterr().err
     late = caught.value.untold()
-    for words in ("no split 'val'; hold a share", "no split 'test'", "pretrained_backbone: the file"):
+    for words in (
+        "no split 'val'; hold a share",
+        "no split 'test'",
+        "pretrained_backbone: the file",
+    ):
         assert early.count(words) == 1
         assert str(caught.value).count(words) == 1
         assert words not in late, "each is printed once"
@@ -123,7 +149,10 @@ def test_data_whose_labels_are_not_found_are_asked_about(tmp_path):
     check_not_empty(table, is_allowed=True)
     other = yolo_folder(tmp_path / "other", {"d": YOLO_ROW})
     joined = open_dataset(["train", "train"], path=[str(other), str(folder)], **cache)
-    with pytest.raises(BadInput, match="3 of 3 images of empty have no object, such as .*Were the labels found"):
+    with pytest.raises(
+        BadInput,
+        match="3 of 3 images of empty have no object, such as .*Were the labels found",
+    ):
         check_not_empty(joined, is_allowed=False)
     some = yolo_folder(tmp_path / "some", {"a": YOLO_ROW, "b": "", "c": ""})
     assert mostly_empty(open_dataset("train", path=some, **cache)) == ""

@@ -57,9 +57,17 @@ NAMES = ["a.png", "a.bmp", "A.tif", "sub/a.png"]
 
 datasets.disable_progress_bars()
 side = st.floats(1.5, 100, width=32)  # larger than what a table takes for fractions
-boxes_inside = st.lists(st.tuples(st.floats(0, 98, width=32), st.floats(0, 78, width=32), side, side), max_size=4)
+boxes_inside = st.lists(
+    st.tuples(st.floats(0, 98, width=32), st.floats(0, 78, width=32), side, side),
+    max_size=4,
+)
 class_name = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=8)
-class_names = st.lists(class_name.filter(lambda name: name != "background"), min_size=1, max_size=3, unique=True)
+class_names = st.lists(
+    class_name.filter(lambda name: name != "background"),
+    min_size=1,
+    max_size=3,
+    unique=True,
+)
 
 
 def corners_of(boxes_xywh) -> np.ndarray:
@@ -74,7 +82,11 @@ def write_table(folder: Path, images: list, names: list[str], crowds: bool):
     for number, of_image in enumerate(images):
         picture(folder / NAMES[number], number)
         order = np.arange(len(of_image))
-        columns = {"id": 10 * number + order, "iscrowd": order % 2 * crowds, "area": order + 3.5}
+        columns = {
+            "id": 10 * number + order,
+            "iscrowd": order % 2 * crowds,
+            "area": order + 3.5,
+        }
         boxes = corners_of(of_image).clip(0, [*SIZE, *SIZE])
         row = row_of(number, boxes, SIZE, order % len(names), **columns)
         rows.append(row | {"file_name": NAMES[number]})
@@ -111,7 +123,11 @@ def test_nothing_is_lost_that_a_format_can_hold(tmp_path_factory, images, names,
     for split in ("train", "val"):
         write_folder(table, folder / "set", split, format)
     recognised = recognise(folder / "set")
-    assert (recognised.format, recognised.splits, recognised.others) == (format, ("train", "val"), ())
+    assert (recognised.format, recognised.splits, recognised.others) == (
+        format,
+        ("train", "val"),
+        (),
+    )
     for split in recognised.splits:
         again = open_dataset(split, path=folder / "set", cache_dir=folder / "cache")
         assert again.class_names == names
@@ -155,7 +171,11 @@ boxes_anywhere = st.lists(st.tuples(outside, outside, extent, extent), max_size=
 
 
 @settings(max_examples=20)
-@given(st.lists(boxes_anywhere, min_size=1, max_size=3), class_names, st.sampled_from(sorted(PREDICTIONS)))
+@given(
+    st.lists(boxes_anywhere, min_size=1, max_size=3),
+    class_names,
+    st.sampled_from(sorted(PREDICTIONS)),
+)
 def test_predictions_are_a_data_set(tmp_path_factory, images, names, format):
     """With the part of each box that lies in its image; some boxes lie outside altogether."""
     folder = tmp_path_factory.mktemp("predictions")
@@ -204,7 +224,13 @@ def test_predictions_for_relative_paths_are_read_elsewhere(pictures, monkeypatch
 
 def test_predictions_for_a_name_that_is_not_utf_8_are_not_lost(pictures):
     names = ["a.png", os.fsdecode(b"b\xc3\xff.png")]
-    predict(pictures, names, [np.array([BOX])] * 2, ["a"], ["json", "jsonl", "coco", "yolo", "voc", "csv"])
+    predict(
+        pictures,
+        names,
+        [np.array([BOX])] * 2,
+        ["a"],
+        ["json", "jsonl", "coco", "yolo", "voc", "csv"],
+    )
     assert "b\ufffd\ufffd.png" in Path("out/predictions.csv").read_text(encoding="utf-8")
     assert len(list(Path("out/annotations").glob("*.xml"))) == 2
 
@@ -229,7 +255,10 @@ def test_formats_that_are_not_streamed_say_so(tmp_path, format):
 
 
 @needs_bccd
-@pytest.mark.parametrize(("split", "images", "boxes"), [("train", 205, 2804), ("val", 87, 1137), ("test", 72, 945)])
+@pytest.mark.parametrize(
+    ("split", "images", "boxes"),
+    [("train", 205, 2804), ("val", 87, 1137), ("test", 72, 945)],
+)
 def test_bccd_as_downloaded_is_the_same_in_both_formats(tmp_path, split, images, boxes):
     voc = open_dataset(split, path=BCCD, cache_dir=tmp_path)
     coco = open_dataset(split, path=BCCD, format="coco", cache_dir=tmp_path)

@@ -39,7 +39,11 @@ from toolkit.run.setting_types import format_value
 from toolkit.run.settings_file import load_config_dict
 from toolkit.tools.arguments import inference_flags
 from toolkit.tools.doctor.program import data_settings
-from toolkit.tools.export.exported_files import METADATA_KEY, ExportMetadata, open_exported
+from toolkit.tools.export.exported_files import (
+    METADATA_KEY,
+    ExportMetadata,
+    open_exported,
+)
 from toolkit.tools.predict.open import open_predictor, rebuild_detector
 from toolkit.tools.predict.program import prediction_summary
 from toolkit.tools.predict.uncertain import write_uncertain
@@ -140,7 +144,16 @@ def test_detect_imports_nothing_from_the_current_folder(ran, tmp_path):
     (tmp_path / "model.xml").write_text("")
     hide = "import sys; sys.path[:] = [p for p in sys.path if p]; "
     hide += "from toolkit.tools import detect; sys.exit(detect.main())"
-    command = [sys.executable, "-c", hide, "predict", "model.xml", "photo.jpg", "--out", "out"]
+    command = [
+        sys.executable,
+        "-c",
+        hide,
+        "predict",
+        "model.xml",
+        "photo.jpg",
+        "--out",
+        "out",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 2, done.stderr
@@ -168,9 +181,18 @@ def test_a_model_of_transformers_runs_no_module_of_its_own(opening, ran, tmp_pat
 
 def test_only_scripts_of_this_project_are_run_again_before_the_run_is_trusted(ran, tmp_path):
     script = tmp_path / "strangers_module.py"
-    for path in (script, ROOT / "scripts" / ".." / script, ROOT / "scripts" / "predict.py"):
+    for path in (
+        script,
+        ROOT / "scripts" / ".." / script,
+        ROOT / "scripts" / "predict.py",
+    ):
         with pytest.raises(BadInput, match="none of this project's.*--trust"):
-            open_script({"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+            open_script(
+                {
+                    "path": str(path),
+                    "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                }
+            )
     assert not ran.exists()
     own = {"path": str(ROOT / "scripts" / "train_detr.py"), "sha256": "another"}
     assert open_script(own)[0].__name__ == "replayed_train_detr"
@@ -227,7 +249,12 @@ def test_names_of_files_in_the_list_to_label_next_are_no_formulas(name, tmp_path
 
 def test_names_of_classes_act_on_no_console():
     detections = [{"category": "a\x1b[2J\n\u202eb"}]
-    document = {"model": "m", "images": [{"detections": detections}], "score_threshold": 0.3, "errors": []}
+    document = {
+        "model": "m",
+        "images": [{"detections": detections}],
+        "score_threshold": 0.3,
+        "errors": [],
+    }
     said = prediction_summary(document, Path("found"))
     assert "\x1b" not in said
     assert "\u202e" not in said
@@ -289,7 +316,12 @@ def test_a_header_of_safetensors_that_lies_is_one_sentence(final, tmp_path):
         open_predictor(tmp_path / "final")
 
 
-SIZES = ({"height": 8}, {"height": 8, "width": "8"}, {"shortest_edge": 0, "longest_edge": 9}, [8, 8])
+SIZES = (
+    {"height": 8},
+    {"height": 8, "width": "8"},
+    {"shortest_edge": 0, "longest_edge": 9},
+    [8, 8],
+)
 MODELS = ('{"architecture": ["ssd"]}', '{"architecture": "ssd", "strides": "x"}')
 CONFIGS = [DEEP, "[]", "{", "\udcff", '{"format": 2}', '{"format": 2, "model": 3}']
 CONFIGS += [f'{{"format": 2, "processor_size": null, "model": {model}}}' for model in MODELS]
@@ -306,7 +338,10 @@ def test_a_final_folder_with_another_config_is_one_sentence(final, tmp_path, cap
         assert capsys.readouterr().err.count("error: ") == 1
 
 
-@pytest.mark.parametrize("entry", [1, {"name": "a"}, {"id": 1}, {"id": 1, "name": 3}, {"id": [], "name": "a"}])
+@pytest.mark.parametrize(
+    "entry",
+    [1, {"name": "a"}, {"id": 1}, {"id": 1, "name": 3}, {"id": [], "name": "a"}],
+)
 def test_categories_of_another_form_are_one_sentence(entry, tmp_path):
     (tmp_path / "categories.json").write_text(json.dumps([entry]))
     with pytest.raises(BadInput, match="categories.json: entry 0 is .*; expected an object with a name") as refused:
@@ -365,8 +400,18 @@ def write_onnx(path: Path, of_input: str, outputs: tuple, metadata: str) -> None
         ("pixels", (1, 1, 1), {}, "does not run on images uint8 .1, 3, 8, 8.: "),
         ("images", (1,), {}, "does not run on images"),
         ("images", (1, 0, 0), {}, "gives boxes .1, 1, 1, 1., scores"),
-        ("images", (1, 1, 1), {"size": {"height": 10**9, "width": 1}}, "does not say what its classes and sizes are"),
-        ("images", (1, 1, 1), {"size": {"height": 8}}, "does not say what its classes and sizes are"),
+        (
+            "images",
+            (1, 1, 1),
+            {"size": {"height": 10**9, "width": 1}},
+            "does not say what its classes and sizes are",
+        ),
+        (
+            "images",
+            (1, 1, 1),
+            {"size": {"height": 8}},
+            "does not say what its classes and sizes are",
+        ),
         ("images", (1, 1, 1), {"categories": [3]}, "does not say what"),
         ("images", (1, 1, 1), None, "does not say"),
     ],
@@ -404,7 +449,10 @@ def test_values_that_yaml_lets_through_are_sentences(tmp_path, value):
         read_yaml(file, str(file))
     with pytest.raises(BadInput, match="expected a settings file of training"):
         data_settings(str(file), "train_ssd")
-    with pytest.raises(BadInput, match="--model.nms_threshold .*: cannot be read as a value of a setting"):
+    with pytest.raises(
+        BadInput,
+        match="--model.nms_threshold .*: cannot be read as a value of a setting",
+    ):
         inference_flags(["--model.nms_threshold", value])
     folder = yolo_folder(tmp_path / "data", {"a": YOLO_ROW}, f"names: [a]\ntrain: images\nnc: {value}\n")
     with pytest.raises(BadInput, match="data.yaml: cannot be read as YAML"):
@@ -413,7 +461,10 @@ def test_values_that_yaml_lets_through_are_sentences(tmp_path, value):
 
 def test_a_number_of_thousands_of_digits_is_refused_and_shown(tmp_path):
     (tmp_path / "settings.yaml").write_text(f"optim: {{lr: 0x{'f' * 5000}}}")
-    with pytest.raises(BadInput, match=r"optim.lr is a number of thousands of digits.*; expected a number"):
+    with pytest.raises(
+        BadInput,
+        match=r"optim.lr is a number of thousands of digits.*; expected a number",
+    ):
         parse_config(Config, ["--config", str(tmp_path / "settings.yaml")])
     assert format_value([10**5000]).startswith("a number of thousands of digits")
 

@@ -53,7 +53,13 @@ def test_progress_counts_epochs_before_and_after_a_change_of_batches():
 
 
 def test_the_lines_of_an_epoch_and_of_the_end():
-    means = {"loss": 2.0, "loss_ce": 1.5, "loss_ce_0": 9.0, "loss_ce_unscaled": 9.0, "class_error": 50.0}
+    means = {
+        "loss": 2.0,
+        "loss_ce": 1.5,
+        "loss_ce_0": 9.0,
+        "loss_ce_unscaled": 9.0,
+        "class_error": 50.0,
+    }
     assert averages_line(1, means, 90.0) == "epoch 2 averages  loss 2.00  ce 1.50 class_error 50.0  in 0:01:30"
     assert training_time_line(3725.4, 100) == "Training time 1:02:05 (37.254 s / step)"
 
@@ -72,7 +78,12 @@ def test_waiting_for_data_is_said():
 
 
 def test_a_row_of_few_values_has_a_line():
-    row = {"step": 1, "train/loss": math.nan, "train/loss_rpn_box_reg": 1.0, "time/eta_s": math.nan}
+    row = {
+        "step": 1,
+        "train/loss": math.nan,
+        "train/loss_rpn_box_reg": 1.0,
+        "time/eta_s": math.nan,
+    }
     line = console_line(row, meters_of(row), Progress(1, 1, 0, 1))
     assert line == "epoch 1  step 1/1  loss nan  rpn_box_reg 1.00"
 

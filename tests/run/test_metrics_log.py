@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from metric_rows import train_row, val_row, write_metrics
 
 from toolkit.base.errors import BadInput
-from toolkit.run.metrics_log import MetricsFollower, MetricsLog, read_metrics, repair_rows
+from toolkit.run.metrics_log import (
+    MetricsFollower,
+    MetricsLog,
+    read_metrics,
+    repair_rows,
+)
 
 keys = st.text(min_size=1).filter(lambda key: key != "nonfinite")
 
@@ -40,7 +45,14 @@ def test_nonfinite_values_are_null_and_named(path):
     log = MetricsLog(path)
     log.write({"step": 1, "a": math.nan, "b": -math.inf, "c": np.float32(0.5), "d": None})
     row = json.loads(path.read_text())  # flushed: read before it is closed
-    assert row == {"step": 1, "a": None, "b": None, "c": 0.5, "d": None, "nonfinite": {"a": "nan", "b": "-inf"}}
+    assert row == {
+        "step": 1,
+        "a": None,
+        "b": None,
+        "c": 0.5,
+        "d": None,
+        "nonfinite": {"a": "nan", "b": "-inf"},
+    }
 
 
 def test_a_resume_keeps_as_many_rows_as_the_checkpoint_knew(path):
@@ -84,8 +96,15 @@ def test_rows_that_are_not_there_are_said_and_the_file_is_kept(path, whole):
     lines = whole.splitlines(keepends=True)
     damages = {
         "2 readable rows of the 3 that the checkpoint counts (0 unreadable, 1 missing)": lines[:2],
-        "2 readable rows of the 3 that the checkpoint counts (1 unreadable, 0 missing)": [*lines[::2], b"\0\0\n"],
-        "0 readable rows of the 3": [b"[]\n", b'{"step": "x"}\n', b"[" * 100_000 + b"\n"],
+        "2 readable rows of the 3 that the checkpoint counts (1 unreadable, 0 missing)": [
+            *lines[::2],
+            b"\0\0\n",
+        ],
+        "0 readable rows of the 3": [
+            b"[]\n",
+            b'{"step": "x"}\n',
+            b"[" * 100_000 + b"\n",
+        ],
     }
     for number, (said, damaged) in enumerate(damages.items(), start=1):
         path.write_bytes(b"".join(damaged))
@@ -131,7 +150,10 @@ def test_a_file_that_grows_is_read_once(path):
     assert [row["step"] for row in follower.new_rows()] == [3]
     log.close()
     overwrite_first_byte(path, b"{")
-    for rows in ((), (train_row(4),)):  # put in its place twice: the system may give the first one's number again
+    for rows in (
+        (),
+        (train_row(4),),
+    ):  # put in its place twice: the system may give the first one's number again
         write_metrics(path, *rows, keep_rows=2)
     assert [row["step"] for row in follower.new_rows()] == [1, 2, 4]
     with open(path, "a") as bad:

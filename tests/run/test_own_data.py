@@ -114,7 +114,14 @@ def test_settings_files_are_named_as_given(monkeypatch):
 def test_the_first_line_names_the_settings_and_errors_are_printed_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("toolkit.run.command_line.find_launch", lambda: None)
-    words = ["--data.path", "nothere", "--model.pretrained_backbone", "none.pth", "--run.threads", "1"]
+    words = [
+        "--data.path",
+        "nothere",
+        "--model.pretrained_backbone",
+        "none.pth",
+        "--run.threads",
+        "1",
+    ]
     assert run_script(train_detr.main, Config, DEFAULT_CONFIG, words) == 2
     printed = capsys.readouterr()
     assert printed.out.startswith("settings: ")
@@ -130,7 +137,11 @@ def test_the_first_line_names_the_settings_and_errors_are_printed_once(tmp_path,
 @pytest.mark.parametrize("words", [["--config", BCCD], [f"--config={BCCD}"]])
 def test_flags_win_over_a_settings_file_that_follows_them(words):
     config = parse_config(Config, ["--data.image_size", "64", *words, "--run.max_minutes=1"])
-    assert (config.data.image_size, config.run.max_minutes, config.run.name) == (64, 1, "bccd")
+    assert (config.data.image_size, config.run.max_minutes, config.run.name) == (
+        64,
+        1,
+        "bccd",
+    )
     assert parse_config(Config, ["--model.architecture", "d_fine", *words]).model.architecture == "d_fine"
 
 
@@ -156,8 +167,17 @@ def test_a_share_of_a_settings_file_stays_with_another_path(tmp_path):
     assert parse_config(Config, ["--data.path", "other"], default_config=DEFAULT_CONFIG).data.format == "auto"
 
 
-def test_a_file_on_the_command_line_is_recognised_whatever_a_settings_file_says(tmp_path):
-    words = ["--config", str(DEFAULT_CONFIG), "--data.train", "a.json", "--data.val", "0.2"]
+def test_a_file_on_the_command_line_is_recognised_whatever_a_settings_file_says(
+    tmp_path,
+):
+    words = [
+        "--config",
+        str(DEFAULT_CONFIG),
+        "--data.train",
+        "a.json",
+        "--data.val",
+        "0.2",
+    ]
     assert parse_config(Config, words).data.format == "auto"
     assert parse_config(Config, [*words, "--data.format", "coco"]).data.format == "coco"
     hub = tmp_path / "hub.yaml"
@@ -222,7 +242,10 @@ def test_the_recipe_without_gpu_and_network_needs_neither(name):
     assert not config.model.pretrained_backbone
     assert config.data.format == "auto"
     assert config.data.image_dir is None
-    build_detector(**config.model.given | {"architecture": config.model.architecture}, class_names=["a", "b"])
+    build_detector(
+        **config.model.given | {"architecture": config.model.architecture},
+        class_names=["a", "b"],
+    )
 
 
 @pytest.mark.parametrize("name", DETECTORS)

@@ -24,7 +24,11 @@ def test_rows_of_an_evaluation_are_added_and_sent_later(tmp_path):
     writer = RunWriter(tmp_path, rows_before=earlier, eval_only=True)
     writer.log(val_row(5))
     writer.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == [train_row(5), train_row(10), val_row(5)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        train_row(5),
+        train_row(10),
+        val_row(5),
+    ]
     log_rows(tmp_path, 15, trackers=["tensorboard"], rows_before=writer.state_dict()["rows"])
     assert [step for step, _ in scalars(tmp_path)["train/loss"]] == [5, 10, 15]
 
@@ -52,7 +56,12 @@ def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "names"),
-    [("none", []), ([], []), (["wandb", "none", "wandb"], ["wandb"]), ("wandb", ["wandb"])],
+    [
+        ("none", []),
+        ([], []),
+        (["wandb", "none", "wandb"], ["wandb"]),
+        ("wandb", ["wandb"]),
+    ],
 )
 def test_trackers_are_named_once(asked, names):
     assert tracker_names(asked) == names
@@ -61,7 +70,10 @@ def test_trackers_are_named_once(asked, names):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["wandb", "wnadb", "aim"], "(?s)wnadb: no such tracker.*none, .*tensorboard.*wandb.*aim: its package is"),
+        (
+            ["wandb", "wnadb", "aim"],
+            "(?s)wnadb: no such tracker.*none, .*tensorboard.*wandb.*aim: its package is",
+        ),
         ("wandb,tensorboard", r"several are a list: '\[wandb, tensorboard\]'"),
     ],
 )

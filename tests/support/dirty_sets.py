@@ -92,7 +92,10 @@ def build(files: list, folder: Path) -> None:
 def outcome(call: str, folder: Path) -> str:
     """Return what a call says, one fact a line; SET stands for the folder."""
     name, *words = shlex.split(call.replace("SET", str(folder)))
-    own = {"ACCELERATE_USE_CPU": "true", "DETECTION_TOOLKIT_CACHE": str(folder.parent / "cache")}
+    own = {
+        "ACCELERATE_USE_CPU": "true",
+        "DETECTION_TOOLKIT_CACHE": str(folder.parent / "cache"),
+    }
     with mock.patch.dict(os.environ, own), contextlib.chdir(ROOT):
         try:
             said = CALLS[name](words, folder)
@@ -118,7 +121,13 @@ def _run(words, folder):
     splits, options = _options_in(words)
     options.setdefault("path", str(folder))
     said = []
-    tables = open_all_splits(*splits, *[None] * (3 - len(splits)), folder.parent / "run", say=said.append, **options)
+    tables = open_all_splits(
+        *splits,
+        *[None] * (3 - len(splits)),
+        folder.parent / "run",
+        say=said.append,
+        **options,
+    )
     return "\n".join([*said, _opened(tables)])
 
 

@@ -12,11 +12,23 @@ from toolkit.run.writer import DataFacts, RunDescription, RunWriter
 
 
 def train_row(step: int, **values) -> dict:
-    return {"step": step, "epoch": 0, "time_s": float(step), "train/loss": 1 / step, "train/lr/main": 1e-4} | values
+    return {
+        "step": step,
+        "epoch": 0,
+        "time_s": float(step),
+        "train/loss": 1 / step,
+        "train/lr/main": 1e-4,
+    } | values
 
 
 def val_row(step: int) -> dict:
-    return {"step": step, "epoch": 0, "time_s": float(step), "val/bbox_AP": step / 100, "val/AP/ring": None}
+    return {
+        "step": step,
+        "epoch": 0,
+        "time_s": float(step),
+        "val/bbox_AP": step / 100,
+        "val/AP/ring": None,
+    }
 
 
 def write_metrics(path: Path, *rows: dict, keep_rows: int = 0) -> MetricsLog:
@@ -30,7 +42,14 @@ def write_metrics(path: Path, *rows: dict, keep_rows: int = 0) -> MetricsLog:
 def open_writer(folder: Path, *trackers: str, **options) -> RunWriter:
     config = {"optim": {"lr": 1e-4, "name": None}, "data": {"sizes": [1, 2]}}
     data = {split: DataFacts(f"{split}0123456789abcdef", "images", 9, 20, 2) for split in ("train", "val")}
-    about = RunDescription(config=config, name="named", group="ablation", tags=["small"], notes="why", job_type="train")
+    about = RunDescription(
+        config=config,
+        name="named",
+        group="ablation",
+        tags=["small"],
+        notes="why",
+        job_type="train",
+    )
     return RunWriter(folder, trackers=trackers, about=about, data=data, **options)
 
 
@@ -45,7 +64,9 @@ def log_rows(folder: Path, *steps: int, trackers: Sequence[str] = (), **options)
 def evaluation():
     """One image with an annotated and two found boxes, of two classes."""
     from toolkit.tools.report.evaluation_display import EvaluationDisplay, ShownImage
-    from toolkit.tools.report.thresholds import ThresholdSweep  # here: what imports this file anew need not wait for it
+    from toolkit.tools.report.thresholds import (
+        ThresholdSweep,
+    )  # here: what imports this file anew need not wait for it
 
     found = np.array([[1.0, 1, 5, 4], [0, 0, 2, 2]])
     image = ShownImage(

@@ -36,9 +36,18 @@ def coco_text(names: Iterable[str], **lists: object) -> str:
     annotations = []
     for number, name in enumerate(names, start=1):
         images.append({"id": number, "file_name": name, "width": SIZE[0], "height": SIZE[1]})
-        box = {"id": number, "image_id": number, "category_id": 1, "bbox": [40, 32, 20, 16]}
+        box = {
+            "id": number,
+            "image_id": number,
+            "category_id": 1,
+            "bbox": [40, 32, 20, 16],
+        }
         annotations.append(box | {"area": 320, "iscrowd": 0})
-    document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+    document = {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "a"}],
+    }
     return json.dumps(document | lists)
 
 

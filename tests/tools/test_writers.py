@@ -14,24 +14,56 @@ from toolkit.base.boxes import Boxes
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, LabelledImages
-from toolkit.tools.writers import names_by_content, write_coco_folder, write_csv, write_folder
+from toolkit.tools.writers import (
+    names_by_content,
+    write_coco_folder,
+    write_csv,
+    write_folder,
+)
 
-NAMES = ["=1+1", "'=1+1", "+x", "-x", "@SUM(A1)", "'it'", "it's", "''", "plain", "a,b", 'say "=x"', "＝1", "=it'"]
+NAMES = [
+    "=1+1",
+    "'=1+1",
+    "+x",
+    "-x",
+    "@SUM(A1)",
+    "'it'",
+    "it's",
+    "''",
+    "plain",
+    "a,b",
+    'say "=x"',
+    "＝1",
+    "=it'",
+]
 
 
 @pytest.mark.parametrize("names", [NAMES, ["'-'"]], ids=len)
 def test_names_in_a_table_are_no_formulas_and_come_back(names, tmp_path):
     names = sorted(names)
     count = len(names)
-    boxes = Boxes.found([count], np.array([[1, 2, 30, 20]] * count), np.full(count, 0.5), np.arange(count))
+    boxes = Boxes.found(
+        [count],
+        np.array([[1, 2, 30, 20]] * count),
+        np.full(count, 0.5),
+        np.arange(count),
+    )
     categories = [Category(number, name) for number, name in enumerate(names, start=1)]
-    write_csv(LabelledImages([ImageRow(1, "=photo.png", 40, 30)], boxes, categories), tmp_path / "predictions.csv")
+    write_csv(
+        LabelledImages([ImageRow(1, "=photo.png", 40, 30)], boxes, categories),
+        tmp_path / "predictions.csv",
+    )
     with open(tmp_path / "predictions.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     cells = [row[key] for row in rows for key in ("image", "label")]
     assert not [cell for cell in cells if cell[0] in "=+-@＝"]
     Image.new("RGB", (40, 30)).save(tmp_path / "=photo.png")
-    table = open_dataset("train", path=tmp_path / "predictions.csv", format="csv", cache_dir=tmp_path / "cache")
+    table = open_dataset(
+        "train",
+        path=tmp_path / "predictions.csv",
+        format="csv",
+        cache_dir=tmp_path / "cache",
+    )
     assert table.class_names == names
     assert table.row(0)["file_name"] == "=photo.png"
     assert table.row(0)["objects"]["category"].tolist() == list(range(count))
@@ -59,4 +91,7 @@ def test_a_suffix_that_is_missing_or_wrong_is_that_of_the_content(tmp_path):
     table = open_dataset(file, image_dir=tmp_path, cache_dir=tmp_path / "cache")
     assert names_by_content(table) == ["a.png", "b.png"]
     write_coco_folder(table, tmp_path / "out", "train")
-    assert sorted(path.name for path in (tmp_path / "out" / "train").iterdir()) == ["a.jpg", "b.png"]
+    assert sorted(path.name for path in (tmp_path / "out" / "train").iterdir()) == [
+        "a.jpg",
+        "b.png",
+    ]

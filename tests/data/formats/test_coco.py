@@ -37,7 +37,11 @@ def test_a_file_survives_reading_and_writing(tmp_path_factory, boxes, ids):
     for number, of_image in enumerate(boxes):
         images.append(image(id=10 + number, file_name=f"{number}.jpg", width=100, height=100))
         for index, coordinates in enumerate(of_image):
-            entry = {"id": 100 * number + index, "image_id": 10 + number, "category_id": ids[index % 3]}
+            entry = {
+                "id": 100 * number + index,
+                "image_id": 10 + number,
+                "category_id": ids[index % 3],
+            }
             bbox = [value / 25 for value in coordinates]
             annotations.append(entry | {"iscrowd": index % 2, "area": 1.5, "bbox": bbox})
     categories = [{"id": id_, "name": f"class {id_}"} for id_ in ids]
@@ -53,10 +57,20 @@ def test_a_file_survives_reading_and_writing(tmp_path_factory, boxes, ids):
 
 
 def test_defaults_and_unknown_keys(tmp_path):
-    one = {"id": 1, "image_id": "a", "category_id": "c", "bbox": [0, 0, 10, 5.5], "segmentation": [[1, 2]], "score": 1}
+    one = {
+        "id": 1,
+        "image_id": "a",
+        "category_id": "c",
+        "bbox": [0, 0, 10, 5.5],
+        "segmentation": [[1, 2]],
+        "score": 1,
+    }
     images = [image(id="a", file_name="0.png", width=100.0, height=80, licence=3)]
     picture(tmp_path / "images" / "0.png")
-    file = write(tmp_path, document(images=images, annotations=[one], categories=[{"id": "c", "name": "cell"}]))
+    file = write(
+        tmp_path,
+        document(images=images, annotations=[one], categories=[{"id": "c", "name": "cell"}]),
+    )
     table = open_dataset(str(file), cache_dir=tmp_path / "cache")
     objects = table.row(0)["objects"]
     assert table.row(0)["image_id"] == "a"
@@ -82,6 +96,9 @@ def test_options_of_another_value_are_refused(tmp_path, key):
 
 
 def test_what_is_not_a_file_name_is_passed_over(tmp_path):
-    file = write_text(tmp_path / "a.json", '{"images": [3, {"file_name": 4}, {}, {"file_name": "b.jpg"}]}')
+    file = write_text(
+        tmp_path / "a.json",
+        '{"images": [3, {"file_name": 4}, {}, {"file_name": "b.jpg"}]}',
+    )
     assert list(listed_names(file)) == ["b.jpg"]
     assert list(listed_names(write_text(tmp_path / "b.json", "{"))) == []

@@ -17,7 +17,10 @@ def test_tables(one, tmp_path):
 def test_a_field_that_is_too_long_is_named(tmp_path):
     picture(tmp_path / "a.png")
     write_text(tmp_path / "a.csv", f"{CSV_HEAD}a.png,4,4,14,14,{'x' * 200_000}\n")
-    with pytest.raises(BadInput, match=r"a.csv, line 2: cannot be read as CSV: field larger than field limit"):
+    with pytest.raises(
+        BadInput,
+        match=r"a.csv, line 2: cannot be read as CSV: field larger than field limit",
+    ):
         open_dataset("train", path=tmp_path, cache_dir=tmp_path / "cache")
 
 

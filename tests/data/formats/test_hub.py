@@ -18,7 +18,13 @@ from toolkit.data.formats import hub_folder, open_dataset
 from toolkit.data.image_sources import open_sources
 from toolkit.data.layout import Layout
 from toolkit.data.pipeline import blocks_of, loader_of_settings
-from toolkit.data.sampling import MIXED_BLOCKS, EpochSampler, SampleKey, block_order, rank_runs
+from toolkit.data.sampling import (
+    MIXED_BLOCKS,
+    EpochSampler,
+    SampleKey,
+    block_order,
+    rank_runs,
+)
 from toolkit.data.table import Category
 from toolkit.data.transforms.geometry import exact_transform
 from toolkit.run.settings import DataConfig
@@ -55,7 +61,10 @@ def rows(tmp_path_factory) -> datasets.Dataset:
     for seed, name in enumerate(names):
         picture(folder / name, seed)
     categories = [{"id": category.id, "name": category.name} for category in CATEGORIES]
-    file = write_text(folder / "a.json", coco_text(names, annotations=annotations, categories=categories))
+    file = write_text(
+        folder / "a.json",
+        coco_text(names, annotations=annotations, categories=categories),
+    )
     write_folder(open_dataset(file, cache_dir=folder / "cache"), folder / "set", "train", "hub")
     return rows_of(next((folder / "set").rglob("*.parquet")), folder)
 
@@ -93,7 +102,11 @@ def test_sizes_ids_and_names_may_be_left_out(rows, opened, tmp_path):
     data.to_parquet(tmp_path / "set" / "train-0.parquet")
     table = opened()
     check_rows(table, rows, [0, 1, 2])
-    assert [table.row(index)["objects"]["id"].tolist() for index in range(3)] == [[1], [], [2, 3]]
+    assert [table.row(index)["objects"]["id"].tolist() for index in range(3)] == [
+        [1],
+        [],
+        [2, 3],
+    ]
     assert table.categories == (Category(0, "0"), Category(1, "1"))
     assert "not a ClassLabel" in table.problems[0].message
 
@@ -111,12 +124,25 @@ def test_objects_may_be_a_list(rows, opened, tmp_path):
 def test_defects_are_listed_and_dropped(rows, opened, tmp_path):
     listed = rows.to_list()
     for number in (4, 5, 6):
-        listed.append({**listed[0], "image_id": number, "objects": {key: [] for key in listed[0]["objects"]}})
+        listed.append(
+            {
+                **listed[0],
+                "image_id": number,
+                "objects": {key: [] for key in listed[0]["objects"]},
+            }
+        )
     png = listed[0]["image"]["bytes"]
     listed[3]["image"] = {"bytes": png[:-20]}
     listed[4]["image"] = {"bytes": b""}
-    boxes = {"bbox": [[1, 1, -2, 2], [1, 1, np.nan, 2]], "id": [40, 41], "category": [0, 1]}
-    listed[5] |= {"width": 90, "objects": boxes | {"area": [4.0, 4.0], "iscrowd": [False, False]}}
+    boxes = {
+        "bbox": [[1, 1, -2, 2], [1, 1, np.nan, 2]],
+        "id": [40, 41],
+        "category": [0, 1],
+    }
+    listed[5] |= {
+        "width": 90,
+        "objects": boxes | {"area": [4.0, 4.0], "iscrowd": [False, False]},
+    }
     datasets.Dataset.from_list(listed, features=rows.features).save_to_disk(tmp_path / "set")
     with pytest.raises(BadInput) as caught:
         opened()
@@ -151,7 +177,10 @@ def test_other_columns_are_named(rows, opened, tmp_path, columns, words):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("someone/something", "hub cannot be reached.*local folder.*HF_HUB_OFFLINE"), ("./nowhere", "cannot be loaded")],
+    [
+        ("someone/something", "hub cannot be reached.*local folder.*HF_HUB_OFFLINE"),
+        ("./nowhere", "cannot be loaded"),
+    ],
 )
 def test_without_network_there_is_one_clear_sentence(tmp_path, name, words):
     with pytest.raises(BadInput, match=words) as caught:
@@ -176,8 +205,17 @@ def write_graphs(folder: Path, rows, names: dict | None = NAMES, **relation) -> 
         {"id": 7, "category_id": 3, "bbox": [1.0, 2.0, 3.0, 4.0], **shared},
         {"id": 8, "category_id": 0, "bbox": [5.0, 5.0, 2.0, 2.0], **shared},
     ]
-    row = {"image": rows[0]["image"], "image_id": 50, "width": SIZE[0], "height": SIZE[1], "objects": objects}
-    related = [row | {"relations": [RELATION | relation]}, row | {"image_id": 51, "objects": [], "relations": []}]
+    row = {
+        "image": rows[0]["image"],
+        "image_id": 50,
+        "width": SIZE[0],
+        "height": SIZE[1],
+        "objects": objects,
+    }
+    related = [
+        row | {"relations": [RELATION | relation]},
+        row | {"image_id": 51, "objects": [], "relations": []},
+    ]
     (folder / "set" / "data").mkdir(parents=True)
     data = datasets.Dataset.from_list(related).cast_column("image", datasets.Image())
     data.to_parquet(folder / "set" / "data" / "train-00000-of-00001.parquet")
@@ -244,7 +282,10 @@ def write_shards(table, folder: Path, files: int) -> None:
     (folder / "data").mkdir(exist_ok=True)
     for number in range(files):
         part = rows.shard(files, number, contiguous=True)
-        part.to_parquet(str(folder / "data" / f"train-{number:05d}-of-{files:05d}.parquet"), batch_size=GROUP)
+        part.to_parquet(
+            str(folder / "data" / f"train-{number:05d}-of-{files:05d}.parquet"),
+            batch_size=GROUP,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +400,11 @@ def write_changed(folder: Path, tmp_path: Path, **values) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
-    [("width", None, "column 'width'"), ("image_id", 1, "image id 1 used twice"), ("width", 2, "outside")],
+    [
+        ("width", None, "column 'width'"),
+        ("image_id", 1, "image id 1 used twice"),
+        ("width", 2, "outside"),
+    ],
 )
 def test_what_cannot_be_streamed_is_said(folder, tmp_path, key, value, words):
     write_changed(folder, tmp_path, **{key: value})
@@ -374,8 +419,17 @@ def test_a_size_that_the_image_does_not_have_is_said_when_it_is_read(folder, tmp
     if not streaming:
         with pytest.raises(BadInput, match="the upright image is 32 x 32 .*says 64 x 32"):
             open_dataset("train", path=tmp_path, cache_dir=tmp_path / "cache")
-    table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "c2", streaming=streaming, check_images=False)
-    with pytest.raises(BadInput, match="the picture has 32 x 32 pixels .*but 64 x 32 by the annotations"):
+    table = open_dataset(
+        "train",
+        path=tmp_path,
+        cache_dir=tmp_path / "c2",
+        streaming=streaming,
+        check_images=False,
+    )
+    with pytest.raises(
+        BadInput,
+        match="the picture has 32 x 32 pixels .*but 64 x 32 by the annotations",
+    ):
         DetectionDataset(table, exact_transform(32))[SampleKey(0, 0)]
 
 

@@ -28,7 +28,11 @@ value = st.recursive(
 )
 def test_items_are_those_of_the_whole(tmp_path_factory, content, window, indent):
     path = tmp_path_factory.mktemp("json") / "a.json"
-    path.write_text(json.dumps(content, indent=indent, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
+    path.write_text(
+        json.dumps(content, indent=indent, ensure_ascii=False),
+        encoding="utf-8",
+        errors="surrogatepass",
+    )
     found = {}
     for key, item in stream_lists(path, window):
         if isinstance(item, Whole):
@@ -55,7 +59,10 @@ def test_a_cut_file_is_an_error_with_its_place(tmp_path_factory, cut, window):
         ("[1]", r"found a list \(a list is the form of a results file\)"),
         ("3", "found a number"),
         ("{1: 2}", "Expecting property name"),
-        ('{"a": ' + "9" * 5000 + "}", r"invalid JSON at line 1, column \d+: not a number"),
+        (
+            '{"a": ' + "9" * 5000 + "}",
+            r"invalid JSON at line 1, column \d+: not a number",
+        ),
         ('{"a": ' + "[" * 100_000, "invalid JSON"),
         ("\xff", "not UTF-8"),
     ],
@@ -75,7 +82,10 @@ def test_lists_are_chosen_by_their_keys(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="reads peak memory from Linux's /proc",
+)
 def test_memory_is_that_of_columns(tmp_path):
     """Peak memory of reading 160,000 boxes beside that of 16,000: columns, and not Python objects for boxes."""
     script = (

@@ -41,9 +41,16 @@ def test_classes_that_come_later_are_read(tmp_path):
 
 
 def test_lines_of_a_list_are_stripped(tmp_path):
-    assert list(lines_of(write_text(tmp_path / "list.txt", " a.png \n\nb.png\n"))) == ["a.png", "b.png"]
+    assert list(lines_of(write_text(tmp_path / "list.txt", " a.png \n\nb.png\n"))) == [
+        "a.png",
+        "b.png",
+    ]
 
 
 def test_a_folder_of_images_is_not_looked_for_by_its_last_part():
     assert last_parts("/gone/valid/images") == ["gone/valid/images", "valid/images"]
-    assert last_parts("/gone/photos/a.png") == ["gone/photos/a.png", "photos/a.png", "a.png"]
+    assert last_parts("/gone/photos/a.png") == [
+        "gone/photos/a.png",
+        "photos/a.png",
+        "a.png",
+    ]

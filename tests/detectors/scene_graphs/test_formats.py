@@ -6,13 +6,22 @@ import networkx
 import pytest
 import torch
 
-from toolkit.detectors.scene_graphs.formats import graph_text, relations_as_json, without_graph_constraint
+from toolkit.detectors.scene_graphs.formats import (
+    graph_text,
+    relations_as_json,
+    without_graph_constraint,
+)
 from toolkit.tools.predict.choices import GRAPH_SUFFIXES
 
 GRAPH = {
     "file_name": 'a "b".jpg',
     "detections": [
-        {"category": 'cup "x" \\', "bbox": [1, 2, 3, 4], "score": 0.9, "category_id": 1},
+        {
+            "category": 'cup "x" \\',
+            "bbox": [1, 2, 3, 4],
+            "score": 0.9,
+            "category_id": 1,
+        },
         {"category": "table", "bbox": [0, 0, 9, 9], "score": 0.8, "category_id": 2},
     ],
     "relations": [
@@ -62,5 +71,9 @@ def test_without_constraint_a_pair_comes_with_several_predicates():
 
 
 def test_no_pairs_are_no_relations():
-    nothing = {"scores": torch.zeros(0), "pairs": torch.zeros(0, 2).long(), "predicate_scores": torch.zeros(0, 5)}
+    nothing = {
+        "scores": torch.zeros(0),
+        "pairs": torch.zeros(0, 2).long(),
+        "predicate_scores": torch.zeros(0, 5),
+    }
     assert relations_as_json(without_graph_constraint(nothing), PREDICATES) == []

@@ -59,8 +59,23 @@ def test_pictures_anchors_and_a_report_for_programs_are_written(tmp_path):
     make_shapes(tmp_path / "d", 6, 1, 64)
     config = tmp_path / "c.yaml"
     config.write_text("data: {image_size: 64, mosaic: 0.5, photometric: true, augment: [RandomVerticalFlip]}\n")
-    words = ["--image-size", 64, "--anchors", "--script", "train_yolov3", "--check-images", "header"]
-    words += ["--pictures", tmp_path / "p", "--augment", config, "--json", tmp_path / "r.json"]
+    words = [
+        "--image-size",
+        64,
+        "--anchors",
+        "--script",
+        "train_yolov3",
+        "--check-images",
+        "header",
+    ]
+    words += [
+        "--pictures",
+        tmp_path / "p",
+        "--augment",
+        config,
+        "--json",
+        tmp_path / "r.json",
+    ]
     code = check(tmp_path / "d", *words)
     names = {path.name for path in (tmp_path / "p").iterdir()}
     assert {"positions.png", "sizes.png", "aspect_ratios.png", "augmented.jpg"} < names
@@ -70,7 +85,10 @@ def test_pictures_anchors_and_a_report_for_programs_are_written(tmp_path):
     assert report["splits"]["train"]["images"] == 6
 
 
-@pytest.mark.parametrize(("file", "said"), [("c.yaml", "--script train_detr"), ("none.yaml", "none.yaml: expected a")])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("c.yaml", "--script train_detr"), ("none.yaml", "none.yaml: expected a")],
+)
 def test_settings_that_cannot_be_drawn_with_are_refused(tmp_path, capsys, file, said):
     (tmp_path / "c.yaml").write_text("data: {image_size: 64}\n")  # which script's defaults hold is not known
     one_image_folder(tmp_path, "csv")
@@ -95,14 +113,30 @@ def test_the_settings_of_a_run_need_no_script(tmp_path):
 
 def test_flags_of_training_are_taken():
     parse = parser_of("check_data").parse_args
-    options = parse(["DIR", "--data.image_dir", "x", "--data.on_error", "drop", "--data.format", "yolo"])
+    options = parse(
+        [
+            "DIR",
+            "--data.image_dir",
+            "x",
+            "--data.on_error",
+            "drop",
+            "--data.format",
+            "yolo",
+        ]
+    )
     assert options == parse(["DIR", "--image-dir", "x", "--on-error", "drop", "--format", "yolo"])
     assert options.image_dir == ["x"]
 
 
-@pytest.mark.parametrize("words", ["--image-dir a --data.image_dir b", "--data.image_dir [a,b]", "--image-dir a b"])
+@pytest.mark.parametrize(
+    "words",
+    ["--image-dir a --data.image_dir b", "--data.image_dir [a,b]", "--image-dir a b"],
+)
 def test_folders_of_images_are_given_one_by_one_or_as_settings_have_them(words):
-    assert parser_of("check_data").parse_args(["DIR", *words.split()]).image_dir == ["a", "b"]
+    assert parser_of("check_data").parse_args(["DIR", *words.split()]).image_dir == [
+        "a",
+        "b",
+    ]
 
 
 def test_half_a_list_of_folders_is_refused(capsys):
@@ -111,7 +145,10 @@ def test_half_a_list_of_folders_is_refused(capsys):
     assert "expected a folder, or a list of folders such as [images, more.zip]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", ["check_data", "convert", "evaluate", "export", "report", "toolkit.tools.anchors"])
+@pytest.mark.parametrize(
+    "program",
+    ["check_data", "convert", "evaluate", "export", "report", "toolkit.tools.anchors"],
+)
 def test_every_flag_about_data_has_its_name_of_training_too(program):
     given = parser_of(program)._option_string_actions
     flags = {f"--{flag}" for flag in ("image-dir", "name", "path", "on-error", "image-size")} & given.keys()

@@ -5,7 +5,12 @@ import numpy as np
 from toolkit.base.boxes import Boxes
 from toolkit.tools.doctor.tile_advice import tile_advice
 
-BOXES = Boxes.found([3], np.array([[0, 0, 40, 40], [50, 50, 62, 62], [90, 90, 102, 102]]), np.zeros(3), np.zeros(3))
+BOXES = Boxes.found(
+    [3],
+    np.array([[0, 0, 40, 40], [50, 50, 62, 62], [90, 90, 102, 102]]),
+    np.zeros(3),
+    np.zeros(3),
+)
 SIZE = np.array([[1500, 2000]])
 
 

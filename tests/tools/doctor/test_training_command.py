@@ -22,8 +22,20 @@ def test_commands(one, tmp_path):
 @pytest.mark.parametrize(
     ("device", "offline", "script", "recipe", "reason"),
     [
-        ("cuda", False, "train_detr", "detr/own_data.yaml", "trained weights are downloaded once"),
-        ("cuda", True, "train_faster_rcnn", "faster_rcnn/own_data_cpu.yaml", "no network for trained weights"),
+        (
+            "cuda",
+            False,
+            "train_detr",
+            "detr/own_data.yaml",
+            "trained weights are downloaded once",
+        ),
+        (
+            "cuda",
+            True,
+            "train_faster_rcnn",
+            "faster_rcnn/own_data_cpu.yaml",
+            "no network for trained weights",
+        ),
         ("cpu", False, "train_faster_rcnn", "faster_rcnn/own_data_cpu.yaml", "no GPU"),
     ],
 )
@@ -46,10 +58,19 @@ def test_a_recipe_for_scene_graphs_downloads_nothing_without_a_gpu(monkeypatch):
 @pytest.mark.slow
 def test_the_printed_command_trains(tmp_path):
     make_shapes(tmp_path / "my data", 12, 4, 64)
-    cache = {"DETECTION_TOOLKIT_CACHE": str(tmp_path / "cache"), "ACCELERATE_USE_CPU": "true"}
+    cache = {
+        "DETECTION_TOOLKIT_CACHE": str(tmp_path / "cache"),
+        "ACCELERATE_USE_CPU": "true",
+    }
     environment = os.environ | cache
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+    options = {
+        "env": environment,
+        "cwd": tmp_path,
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
     script = training_command.ROOT / "scripts" / "check_data.py"
     checked = subprocess.run([sys.executable, script, "my data", "--image-size", "96"], **options)
     command = checked.stdout.strip().splitlines()[-1]

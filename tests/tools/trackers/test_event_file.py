@@ -29,7 +29,11 @@ def test_pictures_and_curves_are_there_once(folder):
     assert [len(events.Images(f"val/{name}")) for name in ("f1", "confusion_matrix", "class_AP")] == [1, 1, 1]
     (curve,) = events.Tensors("val/precision_recall/star")  # true and false positives, ..., precision, recall
     values = np.array(curve.tensor_proto.float_val).reshape(6, -1)
-    assert values[:, [-1, 64, 10]].T.tolist() == [[0, 0, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1], [1, 1, 0, 0, 0.5, 1]]
+    assert values[:, [-1, 64, 10]].T.tolist() == [
+        [0, 0, 0, 1, 1, 0],
+        [1, 0, 0, 0, 1, 1],
+        [1, 1, 0, 0, 0.5, 1],
+    ]
 
 
 def test_settings_are_there(folder):

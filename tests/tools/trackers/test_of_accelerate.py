@@ -32,7 +32,12 @@ def test_a_program_keeps_name_and_group_over_a_resume(tmp_path, monkeypatch):
     writer.log(train_row(1))
     rows_before = writer.state_dict()["rows"]
     writer.close("preempted")
-    RunWriter(tmp_path, trackers=["trackio"], about=replace(ABOUT, name="other"), rows_before=rows_before).close()
+    RunWriter(
+        tmp_path,
+        trackers=["trackio"],
+        about=replace(ABOUT, name="other"),
+        rows_before=rows_before,
+    ).close()
     begun = {"project": "p", "name": "mine", "group": "g"}
     assert runs == [begun | {"resume": "never"}, begun | {"resume": "allow"}]
 
@@ -50,9 +55,25 @@ def test_accelerate_s_trackers_are_told_name_and_id(tmp_path, name):
 
 
 def test_names_of_classes_never_switch_mlflow_off():
-    classes = ["traffic light (3)", "a&b", "a|b", "日本", "..", "a//b", "a/", "./x", "v1.2", "a: b"]
+    classes = [
+        "traffic light (3)",
+        "a&b",
+        "a|b",
+        "日本",
+        "..",
+        "a//b",
+        "a/",
+        "./x",
+        "v1.2",
+        "a: b",
+    ]
     names = mlflow_names(f"val/AP/{name}" for name in classes)
-    assert names[:4] == ["val/AP/traffic light _3_", "val/AP/a_b", "val/AP/a_b_2", "val/AP/日本"]
+    assert names[:4] == [
+        "val/AP/traffic light _3_",
+        "val/AP/a_b",
+        "val/AP/a_b_2",
+        "val/AP/日本",
+    ]
     assert names[-2:] == ["val/AP/v1.2", "val/AP/a: b"]
     assert len(set(names)) == len(names)
     for name in names:  # MLflow's rules

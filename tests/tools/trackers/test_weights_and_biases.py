@@ -73,11 +73,17 @@ def check_description(found: dict) -> None:
 def check_pictures(found: dict) -> None:
     (image,) = found["boxes"][5]
     assert image["ground_truth"] == [("star", 1, [1, 1, 5, 5], None)]
-    assert image["predictions"] == [("star 0.75", 1, [1, 1, 5, 4], 0.75), ("ring 0.25", 0, [0, 0, 2, 2], 0.25)]
+    assert image["predictions"] == [
+        ("star 0.75", 1, [1, 1, 5, 4], 0.75),
+        ("ring 0.25", 0, [0, 0, 2, 2], 0.25),
+    ]
     tables = found["tables"]
     assert tables["val/class_AP_table"] == [["star", 1.0]]
     assert ["star", "star", 1] in tables["val/confusion_matrix_table"]
-    assert tables["val/precision_recall_table"][:2] == [["all classes", 1.0, 1.0], ["all classes", 1.0, 0.5]]
+    assert tables["val/precision_recall_table"][:2] == [
+        ["all classes", 1.0, 1.0],
+        ["all classes", 1.0, 0.5],
+    ]
     assert [0.75, 1.0, "star"] in tables["val/f1_table"]
     assert [row[0] for row in tables["val/images"]] == ["7"]
 
@@ -136,7 +142,11 @@ def test_a_failing_tracker_costs_one_warning_and_the_other_goes_on(wandb_home, m
         writer.show(evaluation(), step=3)
         writer.close()
     assert len([warning for warning in caught if warning.category is UserWarning]) == 1
-    assert [row["step"] for row in read_metrics(wandb_home / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(wandb_home / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+    ]
     assert [step for _, step, _ in history(wandb_home)] == [1, 2, 3]
 
 

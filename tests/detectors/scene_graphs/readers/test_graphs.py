@@ -13,7 +13,13 @@ from toolkit.data.annotations import Reading
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
-from toolkit.detectors.scene_graphs.readers import gqa, open_graphs, open_images, psg, vrd
+from toolkit.detectors.scene_graphs.readers import (
+    gqa,
+    open_graphs,
+    open_images,
+    psg,
+    vrd,
+)
 from toolkit.run.settings import DataConfig
 
 
@@ -34,7 +40,10 @@ def test_files_that_are_not_there_are_named(tmp_path, reader):
 def test_gqa_keeps_its_most_frequent_names(tmp_path, monkeypatch):
     monkeypatch.setattr(gqa, "NUM_CLASSES", 1)
     about = {"x": 1, "y": 2, "w": 3, "h": 4}
-    objects = {"0": {"name": "b", "relations": [{"name": "on", "object": "1"}]}, "1": {"name": "b", "relations": []}}
+    objects = {
+        "0": {"name": "b", "relations": [{"name": "on", "object": "1"}]},
+        "1": {"name": "b", "relations": []},
+    }
     objects["2"] = {"name": "a", "relations": [{"name": "on", "object": "1"}]}
     objects = {key: about | entry for key, entry in objects.items()}
     file = tmp_path / "train_sceneGraphs.json"
@@ -49,7 +58,12 @@ def test_images_with_rare_predicates_come_more_often(tmp_path):
     rows = [row_of(number, boxes, relations=[(0, 1, 1)]) for number in range(8)]
     rows.append(row_of(8, boxes, relations=[(0, 1, 1), (1, 0, 0)]))
     categories = [Category(0, "cup"), Category(1, "table")]
-    table = write_rows(rows, cache_file=tmp_path / "t.json", categories=categories, predicates=("under", "on"))
+    table = write_rows(
+        rows,
+        cache_file=tmp_path / "t.json",
+        categories=categories,
+        predicates=("under", "on"),
+    )
     settings = DataConfig(image_size=32, batch_size_per_device=3, workers=0, predicate_repeat_factor=1.0)
     sampler, _ = loader_of_settings(table, settings, seed=0, stride=1)
     np.testing.assert_allclose(sampler.repeats, [1] * 8 + [3])  # sqrt(1 / (1 / 9))

@@ -16,7 +16,11 @@ from visual_genome_writer import write_visual_genome
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Reading
 from toolkit.data.formats import open_dataset
-from toolkit.detectors.scene_graphs.frequency import count_predicates, log_frequencies, table_graphs
+from toolkit.detectors.scene_graphs.frequency import (
+    count_predicates,
+    log_frequencies,
+    table_graphs,
+)
 from toolkit.detectors.scene_graphs.readers.visual_genome import (
     load_graphs,
     load_image_list,
@@ -91,7 +95,12 @@ def test_relations_between_boxes_apart_may_be_dropped(folder):
 
 def test_a_detector_trains_on_images_without_relations_too(folder, tables):
     """Neither it nor graphs see what the other is measured on."""
-    options = {"format": "visual_genome", "name": folder, "image_dir": folder / "images", "check_images": False}
+    options = {
+        "format": "visual_genome",
+        "name": folder,
+        "image_dir": folder / "images",
+        "check_images": False,
+    }
     options |= {"cache_dir": folder / "cache", "keep_images_without_relations": True}
     splits = (f"train:{NUM_VAL}", f"val:{NUM_VAL}", "test")
     train, val, test = (ids_of(open_dataset(split, **options)) for split in splits)
@@ -104,7 +113,10 @@ def test_a_detector_trains_on_images_without_relations_too(folder, tables):
 
 
 def test_too_many_validation_images_are_refused(folder):
-    with pytest.raises(BadInput, match=r"all of its \d+ training images .* first 5000.*: train:\d+ and val:\d+"):
+    with pytest.raises(
+        BadInput,
+        match=r"all of its \d+ training images .* first 5000.*: train:\d+ and val:\d+",
+    ):
         read(folder, "train", num_val_images=5000)
 
 
@@ -186,7 +198,10 @@ def test_other_files_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(BadInput, match="expected train, val or test"):
         load_graphs(tmp_path / H5, "mine")
     (tmp_path / "names.json").write_text(json.dumps({"label_to_idx": {"a": 0, "b": 1}}))
-    with pytest.raises(BadInput, match=r"(?s)(?=.*`label_to_idx` are not 1 \.\. 2).*`predicate_to_idx` missing"):
+    with pytest.raises(
+        BadInput,
+        match=r"(?s)(?=.*`label_to_idx` are not 1 \.\. 2).*`predicate_to_idx` missing",
+    ):
         load_names(tmp_path / "names.json")
 
 
