@@ -10,6 +10,7 @@ import os
 import shlex
 import zipfile
 import zlib
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -20,10 +21,11 @@ from PIL import Image, ImageEnhance
 from places import ASSETS, ROOT
 from small_data import coco_text, csv_text, picture, voc_text, write_text
 
+from scripts.train_detr import DEFAULT_CONFIG, Config
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset, recognise
 from toolkit.data.splits import open_all_splits
-from toolkit.run.command_line import parse_config
+from toolkit.run.command_line import parse_config, resolve, sources_of
 
 
 def sets_in(name: str) -> list:
@@ -33,7 +35,7 @@ def sets_in(name: str) -> list:
     cases = []
     for one in sets:
         title, _, content = one.partition("\n")
-        files, _, calls = content.partition("\n>>> ")
+        files, _, calls = f"\n{content}".partition("\n>>> ")
         files = entries_of(shared, "--- ") + entries_of(files, "--- ")
         cases.append(pytest.param((files, entries_of(f">>> {calls}", ">>> ")), id=title))
     return cases
@@ -101,7 +103,7 @@ def outcome(call: str, folder: Path) -> str:
             said = CALLS[name](words, folder)
         except BadInput as error:
             said = "\n".join(["refused", *error.problems])
-    return said.replace(str(folder), "SET") + "\n"
+    return said.replace(str(folder), "SET").rstrip() + "\n"
 
 
 def _recognise(words, folder):
@@ -161,7 +163,20 @@ def _program(name, words):
     return f"exit code {code}\n{printed.getvalue().strip()}"
 
 
+def _settings(words, folder):
+    """Return where the settings of a training are from, those of its data, and what is said of them."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        config, stack = resolve(Config, words, DEFAULT_CONFIG)
+    data = asdict(config.data)
+    lines = [*sources_of(stack), f"{config.model.architecture}, {config.run.max_minutes} minutes"]
+    keys = ("path", "name", "format", "train", "val", "image_dir", "image_size")
+    lines.append(", ".join(f"{key} {data[key]}" for key in keys if data[key] is not None))
+    return "\n".join([*lines, said.getvalue().strip()]).replace(f"{ROOT}/", "")
+
+
 CALLS = {
+    "settings": _settings,
     "recognise": _recognise,
     "open": _open,
     "run": _run,
