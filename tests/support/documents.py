@@ -43,11 +43,20 @@ def write(folder: Path, content: object) -> Path:
 def row_of(image_id, boxes, size_wh=(40, 30), labels=None, relations=(), **columns) -> dict:
     """A row of a table as `write_rows` takes it, with boxes xyxy; classes count the boxes unless `labels` are given."""
     numbers = list(range(len(boxes)))
-    objects = {"id": numbers, "bbox": boxes, "category": numbers if labels is None else labels}
+    objects = {
+        "id": numbers,
+        "bbox": boxes,
+        "category": numbers if labels is None else labels,
+    }
     objects |= {"area": [100.0] * len(boxes), "iscrowd": [0] * len(boxes)} | columns
     ends = zip(*relations, strict=True) if len(relations) else ([], [], [])
     related = dict(zip(("subject", "object", "predicate"), ends, strict=True))
-    row = {"image_id": image_id, "file_name": f"{image_id}.png", "width": size_wh[0], "height": size_wh[1]}
+    row = {
+        "image_id": image_id,
+        "file_name": f"{image_id}.png",
+        "width": size_wh[0],
+        "height": size_wh[1],
+    }
     return row | {"objects": objects, "relations": related}
 
 

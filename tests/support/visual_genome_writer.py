@@ -9,7 +9,10 @@ import numpy as np
 
 from toolkit.base.errors import BadInput
 from toolkit.data.table import DetectionTable
-from toolkit.detectors.scene_graphs.readers.visual_genome import BOX_SCALE, NUM_ATTRIBUTE_COLUMNS
+from toolkit.detectors.scene_graphs.readers.visual_genome import (
+    BOX_SCALE,
+    NUM_ATTRIBUTE_COLUMNS,
+)
 
 
 def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: Path) -> None:
@@ -22,7 +25,17 @@ def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: Pa
     first = tables[0][0]
     if len({(*table.class_names, *table.predicates, *table.attributes) for table, _ in tables}) > 1:
         raise BadInput("classes, predicates or attributes differ")
-    columns = {key: [] for key in ("boxes_1024", "labels", "attributes", "relationships", "predicates", "split")}
+    columns = {
+        key: []
+        for key in (
+            "boxes_1024",
+            "labels",
+            "attributes",
+            "relationships",
+            "predicates",
+            "split",
+        )
+    }
     ranges = {f"img_to_{end}_{kind}": [] for end in ("first", "last") for kind in ("box", "rel")}
     written, images = {"box": 0, "rel": 0}, []
     for table, split in tables:
@@ -34,13 +47,22 @@ def write_visual_genome(tables: Sequence[tuple[DetectionTable, int]], folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     _write_h5(folder / "VG-SGG-with-attri.h5", columns, ranges)
     (folder / "image_data.json").write_text(json.dumps(images))
-    names = {"label": first.class_names, "predicate": list(first.predicates), "attribute": list(first.attributes)}
+    names = {
+        "label": first.class_names,
+        "predicate": list(first.predicates),
+        "attribute": list(first.attributes),
+    }
     info = {f"{kind}_to_idx": {name: n + 1 for n, name in enumerate(listed)} for kind, listed in names.items()}
     info |= {f"idx_to_{kind}": {str(n + 1): name for n, name in enumerate(listed)} for kind, listed in names.items()}
     (folder / "VG-SGG-dicts-with-attri.json").write_text(json.dumps(info))
 
 
-def _append(row: dict, columns: dict[str, list], ranges: dict[str, list], written: dict[str, int]) -> None:
+def _append(
+    row: dict,
+    columns: dict[str, list],
+    ranges: dict[str, list],
+    written: dict[str, int],
+) -> None:
     keep = row["objects"]["iscrowd"] == 0
     number = np.cumsum(keep) - 1
     ends = np.stack([row["relations"][key] for key in ("subject", "object")], 1)

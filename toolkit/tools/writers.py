@@ -160,8 +160,9 @@ def _write_voc_folder(table: DetectionTable, folder: Path, split: str, *, link: 
     """
     names = [name.replace("/", "_") for name in file_names(table)]
     there = folder / "JPEGImages"
+    taken = {path.stem for path in (folder / "Annotations").glob("*.xml")}  # by the images of other splits
     names = distinct(
-        (f"{split}_{name}" if (there / name).exists() else name for name in names),
+        (f"{split}_{name}" if without_suffix(name) in taken else name for name in names),
         without_suffix,
     )
     copy_images(table, there, link, names)

@@ -126,9 +126,9 @@ class AnnotationFiles:
             for image in entries.values():
                 if isinstance(image, ParsedImage):
                     names |= {box.name for box in image.boxes}
-        paths = [folder / name for folder in dict.fromkeys(data_sets) for name in CLASS_FILES]
-        self.class_files = [path for path in paths if layout.has_file(path)]
-        self.classes, self.problems = _class_list(self.class_files, names)
+        self.class_paths = [folder / name for folder in dict.fromkeys(data_sets) for name in CLASS_FILES]
+        class_files = [path for path in self.class_paths if layout.has_file(path)]
+        self.classes, self.problems = _class_list(class_files, names)
 
     def _parse_folder(self, folder: Path) -> Entries:
         """Parse every file of a folder. Files in subfolders are read if they are annotations."""
@@ -222,8 +222,8 @@ class AnnotationFiles:
         return listing, images
 
     def _watched(self, roots: Iterable[Path | ImageSources]) -> list[Path | str]:
-        """Return the places of the annotations, also those in subfolders, of class lists and of images."""
-        watched: list[Path | str] = [*self.class_files]
+        """Return the places of annotations, also those in subfolders, of images, and of class lists, there or not yet."""
+        watched: list[Path | str] = [*self.class_paths]
         for folder, entries in self.entries.items():
             inner = dict.fromkeys(os.path.dirname(stem) for stem in entries)
             watched += [folder, *(folder / name for name in inner)]

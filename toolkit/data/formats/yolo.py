@@ -304,9 +304,20 @@ def _listing(found: YoloSplits, split: str, image_dir: Path | ImageSources | Non
     later = [found.folder / "data.yaml", *_class_files(layout)]  # also if they are made later
     watched = [*pairs.watched, *described, *later]
     classes = list(enumerate(names))
-    listing = Listing(pairs.root, rows_of(images), classes, watched, set(), problems + faults, masks)
+    listed = _names_in_lists(found, pairs.root)
+    listing = Listing(pairs.root, rows_of(images), classes, watched, listed, problems + faults, masks)
     listing.add_all(images)
     return listing
+
+
+def _names_in_lists(found: YoloSplits, root: Path) -> set[str]:
+    """Return the names of the images of all splits that are lists: their images may lie in one folder."""
+    names = set()
+    for split, sources in found.sources.items():
+        lists = [source for source in sources if source.is_file()]
+        images, _ = images_of(found.layout, split, lists)
+        names.update(str(image.relative_to(root)) for image in images if image.is_relative_to(root))
+    return names
 
 
 def _read_labels(labels: Sequence[Path | None]) -> dict[Path, list[str]]:

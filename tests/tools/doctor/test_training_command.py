@@ -1,0 +1,79 @@
+"""The command that check_data.py prints: `assets/dirty_sets/training_commands.txt`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dirty_sets import check_set, sets_in
+
+from toolkit.tools.doctor import training_command
+from toolkit.tools.shapes import make_shapes
+
+
+@pytest.mark.parametrize("one", sets_in("training_commands"))
+def test_commands(one, tmp_path):
+    check_set(one, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("device", "offline", "script", "recipe", "reason"),
+    [
+        (
+            "cuda",
+            False,
+            "train_detr",
+            "detr/own_data.yaml",
+            "trained weights are downloaded once",
+        ),
+        (
+            "cuda",
+            True,
+            "train_faster_rcnn",
+            "faster_rcnn/own_data_cpu.yaml",
+            "no network for trained weights",
+        ),
+        ("cpu", False, "train_faster_rcnn", "faster_rcnn/own_data_cpu.yaml", "no GPU"),
+    ],
+)
+def test_the_recipe_suits_the_machine(monkeypatch, device, offline, script, recipe, reason):
+    monkeypatch.setattr(training_command, "default_device", lambda: torch.device(device))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("toolkit.models.weights.pretrained.hub_answers", lambda: True)
+    program, config, why = training_command.recipe_for(None)
+    assert Path(program).stem == script
+    assert config.endswith(recipe)
+    assert why.startswith(reason)
+
+
+def test_a_recipe_for_scene_graphs_downloads_nothing_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cpu"))
+    _, config, _ = training_command.recipe_for("train_sgg")
+    assert config.endswith("sgg/own_data_cpu.yaml")
+
+
+@pytest.mark.slow
+def test_the_printed_command_trains(tmp_path):
+    make_shapes(tmp_path / "my data", 12, 4, 64)
+    cache = {
+        "DETECTION_TOOLKIT_CACHE": str(tmp_path / "cache"),
+        "ACCELERATE_USE_CPU": "true",
+    }
+    environment = os.environ | cache
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    options = {
+        "env": environment,
+        "cwd": tmp_path,
+        "capture_output": True,
+        "text": True,
+        "check": True,
+    }
+    script = training_command.ROOT / "scripts" / "check_data.py"
+    checked = subprocess.run([sys.executable, script, "my data", "--image-size", "96"], **options)
+    command = checked.stdout.strip().splitlines()[-1]
+    subprocess.run(f"{command} --run.max_steps 2", shell=True, **options)
+    status = json.loads(next((tmp_path / "runs").glob("*/status.json")).read_text())
+    assert (status["state"], status["step"]) == ("done", 2)
