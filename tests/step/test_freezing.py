@@ -7,7 +7,6 @@ import re
 import pytest
 import timm
 import torch
-import torchvision
 from torch import nn
 
 from toolkit.base.errors import BadInput
@@ -59,8 +58,7 @@ def test_freezing_survives_train_in_copies_too(copied):
 
 def test_frozen_parts_compile():
     backbone = freeze(net()["backbone"])
-    compiled = torch.compile(backbone, backend="eager", fullgraph=True)
-    compiled.train()
+    compiled = torch.compile(backbone, backend="eager", fullgraph=True).train()
     x = torch.randn(2, 3, 6, 6)
     torch.testing.assert_close(compiled(x), backbone(x))
     assert not backbone.training
@@ -78,7 +76,6 @@ def test_freezing_by_name():
 
 BACKBONE = "did you mean model.model.backbone?"
 HINTS = [
-    ("backbone", BACKBONE),
     ("bakbone", BACKBONE),
     ("model.backbone", BACKBONE),
     ("bakbone.1", "did you mean model.model.backbone.1?"),
@@ -120,7 +117,7 @@ def test_a_frozen_batch_norm_takes_the_state_of_one_and_keeps_the_dtype():
     norm = woken(nn.BatchNorm2d(5)).eval()
     frozen = FrozenBatchNorm2d(5)
     frozen.load_state_dict(norm.state_dict())  # of a checkpoint from before it was frozen
-    assert set(frozen.state_dict()) == set(torchvision.ops.FrozenBatchNorm2d(5).state_dict())
+    assert list(frozen.state_dict()) == ["weight", "bias", "running_mean", "running_var"]
     x = torch.randn(2, 5, 4, 4)
     narrow = frozen(x.bfloat16())
     assert narrow.dtype == torch.bfloat16

@@ -55,16 +55,11 @@ def rules_of(model, **options) -> dict[str, tuple]:
 
 NO_DECAY = {"no_decay_on_norm_and_bias": True}
 RULES = [
-    (
-        {"backbone_lr": 0.1},
-        {"model.backbone.0.weight": ("backbone", 0.1, 0.1), "class_embed.weight": ("main", 1.0, 0.1)},
-    ),
     # By the type of the module, not by a pattern of names.
     (
         NO_DECAY,
         {
             "model.backbone.1.weight": ("main/no_decay", 1.0, 0.0),
-            "model.encoder.norm1.weight": ("main/no_decay", 1.0, 0.0),
             "model.encoder.self_attn.in_proj_weight": ("main", 1.0, 0.1),
             "model.encoder.self_attn.in_proj_bias": ("main/no_decay", 1.0, 0.0),
             "bias_table": ("main", 1.0, 0.1),
@@ -72,34 +67,30 @@ RULES = [
     ),
     # The longest prefix counts, and multiplies the rate of the backbone.
     (
-        {"backbone_lr": 0.1, "multipliers": {"model": 2.0, "model.backbone.0": 10.0, "class_embed.bias": 0.5}},
+        {"backbone_lr": 0.1, "multipliers": {"model": 2.0, "model.backbone.0": 10.0}},
         {
             "model.backbone.0.weight": ("backbone/model.backbone.0", 1.0, 0.1),
             "model.backbone.1.weight": ("backbone/model", 0.2, 0.1),
             "model.encoder.linear1.bias": ("main/model", 2.0, 0.1),
-            "class_embed.bias": ("main/class_embed.bias", 0.5, 0.1),
         },
     ),
     (
         {"bias_lr_factor": 2.0, "multipliers": {"class_embed": 10.0}, **NO_DECAY},
         {
-            "model.backbone.1.bias": ("main/no_decay/bias", 2.0, 0.0),
             "class_embed.weight": ("main/class_embed", 10.0, 0.1),
             "class_embed.bias": ("main/no_decay/bias/class_embed", 20.0, 0.0),
-            "bias_table": ("main", 1.0, 0.1),
         },
     ),
     ({"bias_weight_decay": 0.5, **NO_DECAY}, {"class_embed.bias": ("main/bias", 1.0, 0.5)}),
     # A multiplier, of a part too, goes before a slow prefix.
     (
-        {"slow_prefixes": ["model.encoder", "class_embed", "frozen"], "multipliers": {"model": 3.0}},
         {
-            "model.encoder.linear1.bias": ("main/model", 3.0, 0.1),
-            "class_embed.weight": ("main/class_embed", 0.1, 0.1),
-            "bias_table": ("main", 1.0, 0.1),
+            "slow_prefixes": ["model.encoder", "class_embed", "frozen"],
+            "slow_factor": 0.3,
+            "multipliers": {"model": 3.0},
         },
+        {"model.encoder.linear1.bias": ("main/model", 3.0, 0.1), "class_embed.bias": ("main/class_embed", 0.3, 0.1)},
     ),
-    ({"slow_prefixes": ["bias_table"], "slow_factor": 0.3}, {"bias_table": ("main/bias_table", 0.3, 0.1)}),
 ]
 
 
@@ -142,9 +133,7 @@ def test_layer_decay_is_timms(name):
     for parameter, (_, lr, _) in rules.items():
         in_timm = parameter.removeprefix("backbone.").removeprefix("model.").replace(".", "_")
         assert lr == pytest.approx(expected[in_timm]), parameter
-    groups = {group for group, _, _ in rules.values()}
-    assert "backbone/layer-1" in groups
-    assert len(groups) > 4
+    assert len({group for group, _, _ in rules.values()}) > 4
 
 
 NORMS = [
@@ -163,9 +152,8 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: type(norm).__name__)
-def test_norms_of_every_library_are_known(norm):
-    assert is_norm(norm)
+def test_norms_of_every_library_are_known():
+    assert [norm for norm in NORMS if not is_norm(norm)] == []
 
 
 # ---- optimizers ----
@@ -183,7 +171,6 @@ def one_group(parameter=None):
         ("sgd", {"momentum": 0.0, "nesterov": True}, "optim.nesterov is true.*expected"),
         ("adamw", {"betas": [0.9]}, "optim.betas is .*two numbers"),
         ("adam", {"betas": [0.9, 1.0]}, "optim.betas is .*two numbers"),
-        ("adamw", {"betas": [-0.1, 0.9]}, "optim.betas is .*two numbers"),
     ],
 )
 def test_faults_of_optimizers(name, options, words):
@@ -195,7 +182,6 @@ def test_faults_of_optimizers(name, options, words):
     ("name", "options", "expected"),
     [
         ("sgd", {"momentum": 0.8, "nesterov": True}, {"momentum": 0.8, "nesterov": True}),
-        ("adam", {"betas": [0.8, 0.95]}, {"betas": (0.8, 0.95)}),
         # The default of Faster R-CNN, which is of SGD alone.
         ("adamw", {"betas": [0.8, 0.95], "momentum": 0.0, "nesterov": True}, {"betas": (0.8, 0.95)}),
     ],
@@ -273,50 +259,34 @@ def test_the_stand_in_for_a_state_has_its_size_and_changes_nothing(name, momentu
     assert bool(found) == (name != "sgd" or momentum > 0)
 
 
-def muon_of(model: nn.Sequential):
-    groups = parameter_groups(model, lr=0.02, weight_decay=0.1)
-    return build_optimizer("muon", groups, betas=(0.8, 0.9), embeddings=[model[0].weight])
-
-
-def train(model: nn.Sequential, *optimizers, steps: int) -> None:
-    for _ in range(steps):
-        model.zero_grad()
-        model(torch.tensor([0, 1, 4])).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def assert_same_weights(one, other) -> None:
-    for name, value in one.state_dict().items():
-        assert value.equal(other.state_dict()[name]), name
-
-
 def test_muon_takes_the_matrices_and_adamw_the_rest():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     alone = copy.deepcopy(model)
-    resumed = copy.deepcopy(model)
-    optimizer = muon_of(model)
+    groups = parameter_groups(model, lr=0.02, weight_decay=0.1)
+    optimizer = build_optimizer("muon", groups, betas=(0.8, 0.9), embeddings=[model[0].weight])
     names = {group["name"]: group["param_names"] for group in optimizer.param_groups}
     assert names == {"main/muon": ["1.weight", "3.weight"], "main": ["0.weight", "1.bias", "3.bias"]}
-    assert len(state_stand_in(optimizer)) == 2 + 2 * 3
-    train(model, optimizer, steps=2)
-    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
-    again = muon_of(resumed)
-    load_state(again, copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, steps=2)
-    train(resumed, again, steps=2)
-    assert_same_weights(resumed, model)
     # torch's own two, side by side
     muon = torch.optim.Muon([alone[1].weight, alone[3].weight], 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
     others = [alone[0].weight, alone[1].bias, alone[3].bias]
     adamw = torch.optim.AdamW(others, 0.02, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
-    train(alone, muon, adamw, steps=4)
-    assert_same_weights(alone, model)
-    optimizer.param_groups[0]["lr"] = 0.0  # of a schedule
-    before = model[1].weight.detach().clone()
-    train(model, optimizer, steps=1)
-    assert model[1].weight.equal(before)
+
+    def train(network, *optimizers):
+        network.zero_grad()
+        network(torch.tensor([0, 1, 4])).square().sum().backward()
+        for each in optimizers:
+            each.step()
+
+    for step in range(4):
+        if step == 2:  # a resumed run
+            load_state(optimizer, copy.deepcopy(optimizer.state_dict()))
+        if step == 3:  # a rate of a schedule
+            optimizer.param_groups[0]["lr"] = 0.01
+            muon.param_groups[0]["lr"] = 0.01
+        train(model, optimizer)
+        train(alone, muon, adamw)
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), rtol=0, atol=0)
     with pytest.raises(BadInput, match="trains no matrices"):
         build_optimizer("muon", parameter_groups(nn.Conv2d(3, 4, 1), **RATES))
 
@@ -324,18 +294,12 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
 # ---- gradients ----
 
 
-def test_norm_and_table_of_gradients():
-    """Their values are compared with Scene-Graph-Benchmark in tests/golden."""
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("small", "large", "unused")})
-    model["small"].grad = torch.tensor([0.5, 0.0])
-    model["large"].grad = torch.tensor([2.0, 0.0])
-    first, second, _ = gradient_table(model.named_parameters(), max_norm=1.0, top=1).splitlines()
-    assert first.startswith("---Total norm 2.06155 clip coef 0.48507")
-    assert second.startswith("large ")
-    assert "2.00000, (torch.Size([2]))" in second
-    assert "clip" not in gradient_table(model.named_parameters(), max_norm=0.0)
-    model["small"].grad[1] = torch.inf
+def test_gradients_that_are_infinite_or_missing():
+    """Norms and tables are compared with Scene-Graph-Benchmark in tests/golden."""
+    model = nn.Linear(1, 2)
+    model.weight.grad = torch.tensor([[1.0], [torch.inf]])
     assert gradient_norm(model.parameters()).isinf()
+    assert "clip" not in gradient_table(model.named_parameters(), max_norm=0.0)
     drop_gradients(model)
     assert gradient_norm(model.parameters()) == 0.0
     assert "no parameter has a gradient" in gradient_table(model.named_parameters())
