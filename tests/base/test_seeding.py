@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from toolkit.base.seeding import image_generator, seed_images, seed_step
+from toolkit.base.seeding import seed_step
 
 
 def draws() -> tuple:
@@ -23,15 +23,3 @@ def test_random_numbers_are_functions_of_seed_step_rank_and_micro_batch():
     for place, numbers in zip(reversed(places), reversed(seen), strict=True):
         seed_step(*place)
         assert draws() == numbers
-
-
-def test_draws_of_an_image_are_functions_of_seed_step_image_and_purpose():
-    def draw(seed=0, step=0, image_id=7, what="samples") -> float:
-        target = {"image_id": image_id}
-        seed_images([target], seed, step)
-        return torch.rand((), generator=image_generator(target, what)).item()
-
-    assert draw() == draw()
-    others = {draw(), draw(seed=1), draw(step=1), draw(image_id=8), draw(what="noise")}
-    assert len(others) == 5
-    assert image_generator({"image_id": 7}, "samples") is None
