@@ -40,7 +40,11 @@ def test_packed_tensors_of_every_dtype_and_shape_come_back():
 def test_float_images_are_normalised_as_bytes_are_and_not_changed():
     images = torch.randint(256, (1, 3, 4, 5), dtype=torch.uint8)
     given = images.float()
-    options = {"sizes": torch.tensor([[3, 4]]), "mean": (0.5, 0.4, 0.3), "std": (0.1, 0.2, 0.3)}
+    options = {
+        "sizes": torch.tensor([[3, 4]]),
+        "mean": (0.5, 0.4, 0.3),
+        "std": (0.1, 0.2, 0.3),
+    }
     normalized = normalize_images(given, **options)
     assert normalized.equal(normalize_images(images, **options))
     assert not normalized[..., 3:, :].any()
@@ -71,7 +75,12 @@ def test_ddp_leaves_the_targets_on_the_host_where_they_are():
     """With `device_ids` it sends every tensor that it finds in the inputs of `forward` to its device, one by one."""
     batch = batch_of_two()
     moved = batch.to("meta")
-    inputs, _ = _to_kwargs((moved.images, moved.targets), {}, torch.device("meta"), False)
+    inputs, _ = _to_kwargs(
+        (moved.images, moved.targets),
+        {},
+        torch.device("meta"),
+        False,
+    )
     [_, [target, _]] = inputs[0]
     assert target["boxes"].is_meta
     assert on_host(target)["boxes"].equal(batch.targets[0]["boxes"])

@@ -41,7 +41,12 @@ class Foreign(ValueError):
         super().__init__(f"{first} and {second}")
 
 
-ERRORS = [BadInput(["one", "two"]), OSError(28, "No space left"), KeyboardInterrupt(), Foreign(1, 2)]
+ERRORS = [
+    BadInput(["one", "two"]),
+    OSError(28, "No space left"),
+    KeyboardInterrupt(),
+    Foreign(1, 2),
+]
 
 
 def message_of(function, *args, **kwargs) -> str:
@@ -71,7 +76,12 @@ def everything_between_ranks() -> dict:
         **{op: reduce_dict(values, ["b", "a"], op=op) for op in ("mean", "sum", "max")},
         "nan": reduce_dict({"a": torch.tensor(float("nan") if rank == 1 else 1.0)}, ["a"]),
         "unannounced": message_of(reduce_dict, {"a": 1.0, **strange}, ["a"]),
-        "unknown": message_of(reduce_dict, {"a": 1.0}, ["a"], unknown=["x", "y"] if rank == 0 else []),
+        "unknown": message_of(
+            reduce_dict,
+            {"a": 1.0},
+            ["a"],
+            unknown=["x", "y"] if rank == 0 else [],
+        ),
         "after": reduce_dict({"a": 1.0}, ["a"]),
         "images": gather_by_image(images),
         "main": run_on_main(lambda: calls.append(rank) or 42),
@@ -147,7 +157,11 @@ def test_one_process_without_torch_distributed():
     with pytest.raises(UnannouncedName, match="rank 0: value 'z'"):
         reduce_dict({"z": 1.0}, ["a"])
     assert gather_by_image([("x.png", {"n": 1}), ("x.png", {"n": 2})]) == {"x.png": {"n": 1}}
-    assert (agree_max(3), broadcast_object("y"), run_on_main(lambda: 5)) == (3, "y", 5)
+    assert (
+        agree_max(3),
+        broadcast_object("y"),
+        run_on_main(lambda: 5),
+    ) == (3, "y", 5)
     # A view would carry the storage of the whole batch to every rank.
     kept = gather_by_image([(1, {"boxes": torch.zeros(1000, 4)[:2]})])[1]["boxes"]
     assert kept.untyped_storage().nbytes() == 32

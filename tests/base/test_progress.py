@@ -8,7 +8,11 @@ from toolkit.base.progress import ShownProgress
 
 @pytest.mark.parametrize(
     ("total", "is_shown", "expected"),
-    [(3000, True, "checks: 2,000 of 3,000 images\n"), (None, True, "checks: 2,000 images\n"), (3000, False, "")],
+    [
+        (3000, True, "checks: 2,000 of 3,000 images\n"),
+        (None, True, "checks: 2,000 images\n"),
+        (3000, False, ""),
+    ],
 )
 def test_a_line_for_each_minute_where_there_is_no_terminal(total, is_shown, expected, monkeypatch, capsys):
     now = 0.0

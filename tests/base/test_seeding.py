@@ -13,7 +13,14 @@ def draws() -> tuple:
 
 
 def test_random_numbers_are_functions_of_seed_step_rank_and_micro_batch():
-    places = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (2**40, 10**7, 63, 5)]
+    places = [
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 0, 0),
+        (0, 0, 1, 0),
+        (0, 0, 0, 1),
+        (2**40, 10**7, 63, 5),
+    ]
     seen = []
     for place in places:
         seed_step(*place)

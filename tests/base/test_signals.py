@@ -30,7 +30,14 @@ def test_a_signal_is_noted_and_handlers_come_back(name):
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(("number", "name"), [(0, ""), (15, "SIGTERM"), (10_000, "signal 10000")])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (0, ""),
+        (15, "SIGTERM"),
+        (10_000, "signal 10000"),
+    ],
+)
 def test_names_of_signals(number, name):
     assert signal_name(number) == name
 

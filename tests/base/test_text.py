@@ -124,7 +124,12 @@ NAMES = ["detr", "rt_detr_v2", "ssd"]
         ("dert", NAMES, {}, "; did you mean detr?"),
         ("dert", NAMES, {"written": repr, "otherwise": "there are three"}, "; did you mean 'detr'?"),
         ("dert", NAMES, {"cutoff": 0.9}, ""),
-        ("ss", ["ssd", "ssr"], {"most": 2, "written": "a {}".format}, "; did you mean a ssr or a ssd?"),
+        (
+            "ss",
+            ["ssd", "ssr"],
+            {"most": 2, "written": "a {}".format},
+            "; did you mean a ssr or a ssd?",
+        ),
         ("wheels", NAMES, {}, ""),
         ("wheels", NAMES, {"otherwise": "there are three"}, "; there are three"),
     ],

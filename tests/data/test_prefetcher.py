@@ -58,5 +58,11 @@ def test_only_what_goes_to_a_gpu_is_pinned(monkeypatch, device, pins):
     assert session_build._pins(torch.device(device)) is pins
     monkeypatch.setattr(pipeline, "make_loader", lambda *given: given[-1])
     table = open_dataset("val", format="shapes")
-    _, pinned = pipeline.loader_of_settings(table, DataConfig(), seed=0, stride=32, pin=pins)
+    _, pinned = pipeline.loader_of_settings(
+        table,
+        DataConfig(),
+        seed=0,
+        stride=32,
+        pin=pins,
+    )
     assert pinned is pins

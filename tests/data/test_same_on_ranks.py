@@ -44,10 +44,23 @@ CHANGES = [
 
 
 def document_of_four() -> dict:
-    images = [{"id": 3 + i, "file_name": f"street/{i}.jpg", "width": 90, "height": 60 + i} for i in range(4)]
+    images = [
+        {
+            "id": 3 + i,
+            "file_name": f"street/{i}.jpg",
+            "width": 90,
+            "height": 60 + i,
+        }
+        for i in range(4)
+    ]
     annotations = []
     for i in range(6):
-        annotation = {"id": i, "image_id": 3 + i // 2, "category_id": 1 + i % 2, "bbox": [5, 5, 20, 30]}
+        annotation = {
+            "id": i,
+            "image_id": 3 + i // 2,
+            "category_id": 1 + i % 2,
+            "bbox": [5, 5, 20, 30],
+        }
         annotations.append(annotation | {"segmentation": [[5, 5, 25, 5, 25, 35, 5, 35]]})
     return {
         "images": images,

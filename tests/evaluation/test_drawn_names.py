@@ -11,7 +11,11 @@ from toolkit.evaluation.draw import MOST_TAGS, draw_detections, draw_grid, drawa
 COUNT = len(NASTY_NAMES)
 IMAGE = torch.full((3, 200, 200), 90, dtype=torch.uint8)
 BOXES = (torch.arange(COUNT * 4).reshape(COUNT, 2, 2).float() % 200).sort(dim=1).values.flatten(1)
-FOUND = {"boxes": BOXES, "scores": torch.full((COUNT,), 0.9), "labels": torch.arange(COUNT)}
+FOUND = {
+    "boxes": BOXES,
+    "scores": torch.full((COUNT,), 0.9),
+    "labels": torch.arange(COUNT),
+}
 
 
 def test_names_are_drawn(tmp_path):
@@ -25,7 +29,12 @@ def test_names_are_drawn(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "drawn"),
-    [("\u6771\u4eac", "<6771><4EAC>"), ("\u5927", "<5927>"), ("\U0001f9ff", "<1F9FF>"), ("cat", "cat")],
+    [
+        ("\u6771\u4eac", "<6771><4EAC>"),
+        ("\u5927", "<5927>"),
+        ("\U0001f9ff", "<1F9FF>"),
+        ("cat", "cat"),
+    ],
 )
 def test_letters_that_cannot_be_drawn_stay_apart(name, drawn):
     assert drawable(name) == drawn

@@ -36,7 +36,7 @@ def test_images_are_normalised_as_the_weights_of_imagenet_expect():
 
 def test_the_deepest_map_of_a_stride_is_taken():
     features, _ = timm_features("xcit_nano_12_p16_224", strides=(16,))
-    assert features.feature_info.out_indices == (11,)  # all of its twelve blocks have stride 16
+    assert features.feature_info.out_indices == (2,)  # the last of three maps of this stride
 
 
 def test_channels_come_first():
@@ -48,7 +48,12 @@ def test_channels_come_first():
 def test_a_plain_transformer_gets_a_pyramid():
     features, channels = timm_features("test_vit", strides=(4, 8, 16, 32), norm="group")
     assert channels == [16, 32, 64, 64]
-    assert shapes(maps_of(features, (64, 96))) == [(16, 16, 24), (32, 8, 12), (64, 4, 6), (64, 2, 3)]
+    assert shapes(maps_of(features, (64, 96))) == [
+        (16, 16, 24),
+        (32, 8, 12),
+        (64, 4, 6),
+        (64, 2, 3),
+    ]
     assert not leaves_stages(features)
     loss = sum(each.square().mean() for each in features.train()(torch.rand(2, 3, 64, 64)))
     loss.backward()
@@ -56,7 +61,12 @@ def test_a_plain_transformer_gets_a_pyramid():
 
 
 def test_a_frozen_transformer_stays_as_it_is_below_a_detector_that_learns():
-    detector = build_detector("yolov3", class_names=["a"], backbone="test_vit", head_channels=[8, 8, 8])
+    detector = build_detector(
+        "yolov3",
+        class_names=["a"],
+        backbone="test_vit",
+        head_channels=[8, 8, 8],
+    )
     freeze_prefixes(detector, ["backbone.vit"])
     trained = [name for name, parameter in detector.named_parameters() if parameter.requires_grad]
     assert any(name.startswith("backbone.scales") for name in trained)
@@ -89,7 +99,15 @@ def test_a_group_norm_keeps_weights_activation_and_mode():
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x = torch.randn(2, 24, 5, 5)
-    expected = nn.functional.hardswish(nn.functional.group_norm(x, 12, norm.weight, norm.bias, 1e-3))
+    expected = nn.functional.hardswish(
+        nn.functional.group_norm(
+            x,
+            12,
+            norm.weight,
+            norm.bias,
+            1e-3,
+        )
+    )
     group = replace_batch_norms(norm)
     torch.testing.assert_close(group(x), expected)
     assert not group.training

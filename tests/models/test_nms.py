@@ -42,14 +42,27 @@ def test_suppression_by_rounds_is_greedy_nms(count, threshold):
     scores = torch.arange(count, 0, -1).float()
     for i in range(3):
         rows = valid[i].nonzero()[:, 0]
-        kept = label_by_label(boxes[i, rows], scores[rows], labels[i, rows], threshold)
+        kept = label_by_label(
+            boxes[i, rows],
+            scores[rows],
+            labels[i, rows],
+            threshold,
+        )
         assert keep[i].nonzero()[:, 0].equal(rows[kept])
 
 
 @pytest.mark.parametrize(("length", "runs_needed"), [(10, 1), (60, 2), (300, 3)])
 def test_a_long_chain_takes_more_rounds_than_are_made_at_once(length, runs_needed):
     starts = torch.arange(float(length)) * 4  # each box overlaps its neighbours alone
-    chain = torch.stack([starts, torch.zeros(length), starts + 10, torch.full((length,), 10.0)], dim=1)[None]
+    chain = torch.stack(
+        [
+            starts,
+            torch.zeros(length),
+            starts + 10,
+            torch.full((length,), 10.0),
+        ],
+        dim=1,
+    )[None]
     runs = []
 
     def compute():
@@ -89,7 +102,12 @@ def test_classes_are_suppressed_on_a_device_as_on_a_cpu(monkeypatch, usual, larg
         assert ranks[0].equal(ranks[1])
 
 
-@given(st.integers(0, 10**6), st.sampled_from([1.0, 600.0, 60_000.0, 1e7]), st.integers(1, 300), st.floats(0.2, 0.8))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([1.0, 600.0, 60_000.0, 1e7]),
+    st.integers(1, 300),
+    st.floats(0.2, 0.8),
+)
 def test_labels_never_suppress_each_other_wherever_their_boxes_lie(seed, extent, labels, threshold):
     """Far from the corner, outside of the image, left of it."""
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +127,13 @@ def test_labels_never_suppress_each_other_wherever_their_boxes_lie(seed, extent,
 
 
 def test_boxes_without_end_are_kept_apart():
-    endless = torch.tensor([[0.0, 0.0, torch.inf, torch.inf], [0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 10.0, 10.0]])
+    endless = torch.tensor(
+        [
+            [0.0, 0.0, torch.inf, torch.inf],
+            [0.0, 0.0, 10.0, 10.0],
+            [1.0, 1.0, 10.0, 10.0],
+        ]
+    )
     scores = torch.tensor([0.9, 0.8, 0.7])
     labels = torch.tensor([0, 1, 1])
     assert nms_by_label(endless, scores, labels, 0.5).tolist() == [0, 1]

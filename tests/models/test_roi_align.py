@@ -45,7 +45,13 @@ def pooled_with_gradient(pool, features, rois, side, scale, ratio) -> tuple[torc
 def test_values_and_gradients_are_torchvisions(side, ratio, size_hw, images, count, stride, seed):
     torch.manual_seed(seed)
     features = torch.randn(images, 2, *size_hw, dtype=torch.float64, requires_grad=True)
-    given = (features, some_rois(count, images, stride * max(size_hw)), side, 1 / stride, ratio)
+    given = (
+        features,
+        some_rois(count, images, stride * max(size_hw)),
+        side,
+        1 / stride,
+        ratio,
+    )
     with mock.patch.object(module, "MULTIPLICATIONS", math.inf):  # also where they do not pay
         found, gradient = pooled_with_gradient(pooled_regions, *given)
     assert found.grad_fn.name() == FAST

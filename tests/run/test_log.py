@@ -7,7 +7,14 @@ import pytest
 from toolkit.run.log import Log
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("epoch_median", False), ("run_median", True), ("momentum", True)])
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("epoch_median", False),
+        ("run_median", True),
+        ("momentum", True),
+    ],
+)
 def test_meters_of_an_epoch_begin_anew_those_of_a_run_do_not(kind, kept, capsys):
     rows = []
     log = Log(True, kind, steps_per_epoch=2, log_every=1)

@@ -49,7 +49,11 @@ def test_a_run_is_rolled_back_wherever_a_fault_is_found(tmp_path, capsys, place,
     evaluate_to(t, 0.5)
     run_changed(t, hunk, epochs=3)
     finish(t)
-    assert (t.step, t.validation.best.evaluated_step, t.checkpoints.saved_step) == (4, 4, 4)
+    assert (
+        t.step,
+        t.validation.best.evaluated_step,
+        t.checkpoints.saved_step,
+    ) == (4, 4, 4)
     assert t.guard.rollbacks == 1
     best = load_checkpoint(tmp_path / "checkpoints" / "best")
     assert best.of_part("best")["step"] == best.step  # it contains its own metric

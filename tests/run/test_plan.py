@@ -170,7 +170,14 @@ def plan_of(total_steps: int, batch_size: int = 2, minutes: float | None = MINUT
     )
 
 
-@pytest.mark.parametrize("seconds", [slower(5, 0.6, 0.65), stalls(20, 0.6, 0.9), noise])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        slower(5, 0.6, 0.65),
+        stalls(20, 0.6, 0.9),
+        noise,
+    ],
+)
 def test_whether_an_epoch_is_mixed_is_decided_once(seconds):
     """A run that is resumed inside of it, and looks at the plan again, decides the same."""
     plan = plan_of(5000)
@@ -190,7 +197,16 @@ def test_whether_an_epoch_is_mixed_is_decided_once(seconds):
     assert plan.budget.elapsed_s < 290
 
 
-@pytest.mark.parametrize(("batch_size", "minutes"), [(2, 4.75), (2, None), (2, 99.0), (1, 4.75), (4, None)])
+@pytest.mark.parametrize(
+    ("batch_size", "minutes"),
+    [
+        (2, 4.75),
+        (2, None),
+        (2, 99.0),
+        (1, 4.75),
+        (4, None),
+    ],
+)
 def test_a_run_resumed_with_other_batches_or_minutes_ends_in_time(batch_size, minutes):
     """After two thirds of the minutes; steps then take twice as long for each image."""
     before = plan_of(5000)

@@ -34,7 +34,13 @@ def as_prepared() -> list[tuple]:
     found = []
     for leaves_unused in (True, False):
         detector = Tiny(leaves_unused)
-        model, _ = prepare(accelerator, detector, torch.optim.SGD(detector.parameters(), 0.1), None, True)
+        model, _ = prepare(
+            accelerator,
+            detector,
+            torch.optim.SGD(detector.parameters(), 0.1),
+            None,
+            True,
+        )
         for _ in range(2):
             model(torch.ones(1, 2)).backward()
         buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in detector.parameters()}

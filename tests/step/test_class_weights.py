@@ -96,7 +96,18 @@ def test_the_weights_of_a_setting():
         ({"car": 0, "person": 0, "7": 0}, "all classes have the weight 0"),
         (dict.fromkeys(NAMES, 1e-50), "the weight 0, or nearly so"),
         ("balance", "loss.class_weights is balance; expected balanced"),
-        *(({"car": weight}, A_NUMBER) for weight in (1e39, 10**400, -1e-9, math.inf, math.nan, True, None)),
+        *(
+            ({"car": weight}, A_NUMBER)
+            for weight in (
+                1e39,
+                10**400,
+                -1e-9,
+                math.inf,
+                math.nan,
+                True,
+                None,
+            )
+        ),
     ],
 )
 def test_settings_that_are_not_weights_are_refused(setting, words):

@@ -75,7 +75,11 @@ def test_what_the_environment_takes_from_a_cpu_is_not_there(
 
 @pytest.mark.parametrize(
     ("capability", "rocm", "expected"),
-    [((8, 0), None, ("bf16", True)), ((7, 5), None, ("no", None)), ((9, 4), "6.4", ("bf16", None))],
+    [
+        ((8, 0), None, ("bf16", True)),
+        ((7, 5), None, ("no", None)),
+        ((9, 4), "6.4", ("bf16", None)),
+    ],
 )
 def test_the_capability_of_a_gpu_decides(capability, rocm, expected):
     assert precision_of_gpu(capability, rocm) == expected
@@ -84,8 +88,13 @@ def test_the_capability_of_a_gpu_decides(capability, rocm, expected):
 # ---- checkpointing ----
 
 DEEP = {"backbone": "resnet18"}  # its stages have several blocks, with live batch norms
-OF_DETR = [name for name in SMALL if name not in ("deformable_detr", "deformable_detr+")]
-DEEP_DETECTORS = {"ssd": DEEP | {"strides": [4, 8], "channels": [16, 16]}, "yolov3": DEEP, "faster_rcnn": DEEP}
+FAST = ("detr", "deformable_detr++", "rf_detr", "lw_detr", "rt_detr_v2", "ecdet")
+OF_DETR = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+DEEP_DETECTORS = {
+    "ssd": DEEP | {"strides": [4, 8], "channels": [16, 16]},
+    "yolov3": DEEP,
+    "faster_rcnn": DEEP,
+}
 
 
 def step_of(detector, batch, *kernels: SDPBackend):

@@ -21,7 +21,13 @@ from toolkit.step.freezing import (
 def net():
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
-    return nn.ModuleDict({"backbone": backbone, "neck": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4)})
+    return nn.ModuleDict(
+        {
+            "backbone": backbone,
+            "neck": nn.Conv2d(4, 4, 1),
+            "norm": nn.BatchNorm2d(4),
+        }
+    )
 
 
 def woken(model):

@@ -43,18 +43,39 @@ def test_each_kind_of_broken_value_is_seen_and_named(broken, reason):
 SEQUENCES = {
     "skips in succession": (
         NanGuard("skip", max_skips=2),
-        [(NAN, 1, None), (NAN, 1, None), (1, 1, None), (NAN, 1, None), (NAN, 1, None), (NAN, 1, None)],
+        [
+            (NAN, 1, None),
+            (NAN, 1, None),
+            (1, 1, None),
+            (NAN, 1, None),
+            (NAN, 1, None),
+            (NAN, 1, None),
+        ],
         ["skip", "skip", "step", "skip", "skip", "stop"],
     ),
     "rollbacks in all": (
         NanGuard("rollback", max_rollbacks=2),
-        [(NAN, 1, None), (1, 1, None), (1, INF, None), (1, 1, None), (NAN, 1, None)],
+        [
+            (NAN, 1, None),
+            (1, 1, None),
+            (1, INF, None),
+            (1, 1, None),
+            (NAN, 1, None),
+        ],
         ["rollback", "step", "rollback", "step", "stop"],
     ),
     # The search for a loss scale is not a divergence. The losses do not carry the scale.
     "calibrations in succession": (
         NanGuard("stop", max_calibrations=2),
-        [(1, INF, HIGH), (1, NAN, HIGH), (1, 1, HIGH), (1, INF, HIGH), (1, INF, HIGH), (1, INF, HIGH), (1, INF, HIGH)],
+        [
+            (1, INF, HIGH),
+            (1, NAN, HIGH),
+            (1, 1, HIGH),
+            (1, INF, HIGH),
+            (1, INF, HIGH),
+            (1, INF, HIGH),
+            (1, INF, HIGH),
+        ],
         ["calibrate", "calibrate", "step", "calibrate", "calibrate", "stop", "calibrate"],
     ),
     "a scale that cannot be lowered": (NanGuard("stop"), [(1, NAN, 1.0)], ["stop"]),

@@ -41,7 +41,12 @@ def test_missing_losses_count_0_and_unknown_ones_are_reported():
 
 
 def test_all_faults_of_the_weights_at_once_with_both_sides():
-    bad = {"loss_cls": 1.0, "loss_bbox": "learn", "loss_ce": [[5, 1.0], [2, 0.0]], "loss_ce_0": math.nan}
+    bad = {
+        "loss_cls": 1.0,
+        "loss_bbox": "learn",
+        "loss_ce": [[5, 1.0], [2, 0.0]],
+        "loss_ce_0": math.nan,
+    }
     with pytest.raises(BadInput) as error:
         LossWeights([*DETR, "loss_mask", "loss_ce_reg"], bad, DEFAULTS)
     expected = [

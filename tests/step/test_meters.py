@@ -45,7 +45,13 @@ def test_meters_of_older_checkpoints_are_read():
     """Averages of an epoch were pairs, and a mean with momentum was a class of its own."""
     meters = Meters()
     with_momentum = {"fmt": "{value:.4f} ({mean:.4f})", "momentum": 0.5, "value": 2.0, "sum": 6.0, "count": 1.75}
-    plain = {"fmt": "{median:.4f} ({global_avg:.4f})", "window_size": 20, "window": [3.0], "total": 9.0, "count": 3}
+    plain = {
+        "fmt": "{median:.4f} ({global_avg:.4f})",
+        "window_size": 20,
+        "window": [3.0],
+        "total": 9.0,
+        "count": 3,
+    }
     meters.load_state_dict({"average": [10.0, 4], "momentum": with_momentum, "plain": plain})
     assert meters.means() == {"average": 2.5, "momentum": 6.0 / 1.75, "plain": 3.0}
     assert str(meters.momentum) == "2.0000 (3.4286)"

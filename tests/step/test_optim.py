@@ -181,9 +181,17 @@ def test_faults_of_optimizers(name, options, words):
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("sgd", {"momentum": 0.8, "nesterov": True}, {"momentum": 0.8, "nesterov": True}),
+        (
+            "sgd",
+            {"momentum": 0.8, "nesterov": True},
+            {"momentum": 0.8, "nesterov": True},
+        ),
         # The default of Faster R-CNN, which is of SGD alone.
-        ("adamw", {"betas": [0.8, 0.95], "momentum": 0.0, "nesterov": True}, {"betas": (0.8, 0.95)}),
+        (
+            "adamw",
+            {"betas": [0.8, 0.95], "momentum": 0.0, "nesterov": True},
+            {"betas": (0.8, 0.95)},
+        ),
     ],
 )
 def test_options_of_optimizers(name, options, expected):
@@ -193,7 +201,16 @@ def test_options_of_optimizers(name, options, expected):
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_a_state_of_another_memory_layout_goes_on_alike(name):
-    gradients = [torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    gradients = [
+        torch.randn(
+            4,
+            3,
+            3,
+            3,
+            generator=torch.Generator().manual_seed(i),
+        )
+        for i in range(2)
+    ]
 
     def end_of(*layouts) -> torch.Tensor:
         """The second update is that of a resumed run."""
@@ -243,13 +260,27 @@ def sizes_of_state(optimizer) -> list[int]:
     return [value.numel() for value in values if isinstance(value, torch.Tensor) and value.dim()]
 
 
-@pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.9), ("adam", 0.9), ("sgd", 0.9), ("sgd", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "momentum"),
+    [
+        ("adamw", 0.9),
+        ("adam", 0.9),
+        ("sgd", 0.9),
+        ("sgd", 0.0),
+    ],
+)
 def test_the_stand_in_for_a_state_has_its_size_and_changes_nothing(name, momentum):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1, bias=False))
     model[1].weight.requires_grad_(False)
     optimizer = build_optimizer(name, [{"params": list(model.parameters()), "lr": 0.1}], momentum=momentum)
     made_at_once = sizes_of_state(optimizer)  # the momentum of sgd
-    before = copy.deepcopy([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+    before = copy.deepcopy(
+        [
+            model.state_dict(),
+            optimizer.state_dict(),
+            torch.get_rng_state(),
+        ]
+    )
     stand_in = state_stand_in(Accelerator(cpu=True).prepare(optimizer).optimizer)
     after = [model.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
@@ -260,16 +291,37 @@ def test_the_stand_in_for_a_state_has_its_size_and_changes_nothing(name, momentu
 
 def test_muon_takes_the_matrices_and_adamw_the_rest():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model = nn.Sequential(
+        nn.Embedding(5, 4),
+        nn.Linear(4, 6),
+        nn.Tanh(),
+        nn.Linear(6, 3),
+    )
     alone = copy.deepcopy(model)
     groups = parameter_groups(model, lr=0.02, weight_decay=0.1)
-    optimizer = build_optimizer("muon", groups, betas=(0.8, 0.9), embeddings=[model[0].weight])
+    optimizer = build_optimizer(
+        "muon",
+        groups,
+        betas=(0.8, 0.9),
+        embeddings=[model[0].weight],
+    )
     names = {group["name"]: group["param_names"] for group in optimizer.param_groups}
     assert names == {"main/muon": ["1.weight", "3.weight"], "main": ["0.weight", "1.bias", "3.bias"]}
     # torch's own two, side by side
-    muon = torch.optim.Muon([alone[1].weight, alone[3].weight], 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        [alone[1].weight, alone[3].weight],
+        0.02,
+        0.1,
+        adjust_lr_fn="match_rms_adamw",
+    )
     others = [alone[0].weight, alone[1].bias, alone[3].bias]
-    adamw = torch.optim.AdamW(others, 0.02, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
+    adamw = torch.optim.AdamW(
+        others,
+        0.02,
+        betas=(0.8, 0.9),
+        weight_decay=0.1,
+        fused=True,
+    )
 
     def train(network, *optimizers):
         network.zero_grad()
@@ -285,7 +337,12 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
             muon.param_groups[0]["lr"] = 0.01
         train(model, optimizer)
         train(alone, muon, adamw)
-    torch.testing.assert_close(model.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.state_dict(),
+        alone.state_dict(),
+        rtol=0,
+        atol=0,
+    )
     with pytest.raises(BadInput, match="trains no matrices"):
         build_optimizer("muon", parameter_groups(nn.Conv2d(3, 4, 1), **RATES))
 

@@ -44,7 +44,13 @@ def load_through_json(into, schedule) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "cyclic"])
 def test_warm_up_meets_the_schedule_without_a_jump(name):
-    options = {"total_steps": 100, "warmup_steps": 10, "warmup_factor": 0.1, "milestones": [30, 60], "step_size": 40}
+    options = {
+        "total_steps": 100,
+        "warmup_steps": 10,
+        "warmup_factor": 0.1,
+        "milestones": [30, 60],
+        "step_size": 40,
+    }
     found = factors(range(100), name, **options)
     assert found[:11] == pytest.approx([0.1 + 0.09 * step for step in range(11)])
     assert found[10:] == sorted(found[10:], reverse=True)
@@ -52,7 +58,12 @@ def test_warm_up_meets_the_schedule_without_a_jump(name):
 
 @pytest.mark.parametrize("name", [*DECAYS, "exponential"])
 def test_the_end_value_comes_after_the_last_update(name):
-    last, end, beyond = factors([49, 50, 70], name, total_steps=50, final_factor=0.2)
+    last, end, beyond = factors(
+        [49, 50, 70],
+        name,
+        total_steps=50,
+        final_factor=0.2,
+    )
     assert last > 0.2001
     assert [end, beyond] == pytest.approx([0.2, 0.2])
     assert lr_factor(40, name, total_steps=None) == 1.0  # the length is not known yet
@@ -63,22 +74,60 @@ def test_the_end_value_comes_after_the_last_update(name):
     ("options", "expected"),
     [
         ({"milestones": [2, 2, 4]}, [1, 1, 0.25, 0.25, 0.125]),
-        ({"milestones": [2], "warmup_steps": 4, "warmup_factor": 0.2}, [0.2, 0.4, 0.3, 0.4, 0.5]),
-        ({"milestones": [1], "warmup_steps": 4, "warmup_factor": 1.0, "every": 4}, [1, 0.5, 0.5, 0.5, 0.5]),
+        (
+            {
+                "milestones": [2],
+                "warmup_steps": 4,
+                "warmup_factor": 0.2,
+            },
+            [0.2, 0.4, 0.3, 0.4, 0.5],
+        ),
+        (
+            {
+                "milestones": [1],
+                "warmup_steps": 4,
+                "warmup_factor": 1.0,
+                "every": 4,
+            },
+            [1, 0.5, 0.5, 0.5, 0.5],
+        ),
     ],
 )
 def test_milestones(options, expected):
-    assert factors(range(5), "multistep", gamma=0.5, **options) == pytest.approx(expected)
+    assert factors(
+        range(5),
+        "multistep",
+        gamma=0.5,
+        **options,
+    ) == pytest.approx(expected)
 
 
 def test_milestones_after_the_cycles_do_not_count():
-    options = {"stairs": 3, "cycles": 2, "step_size": 2, "gamma": 0.5, "milestones": [13]}
-    plain = factors(range(20), "cyclic", total_steps=20, **options | {"milestones": []})
+    options = {
+        "stairs": 3,
+        "cycles": 2,
+        "step_size": 2,
+        "gamma": 0.5,
+        "milestones": [13],
+    }
+    plain = factors(
+        range(20),
+        "cyclic",
+        total_steps=20,
+        **options | {"milestones": []},
+    )
     assert factors(range(20), "cyclic", total_steps=20, **options) == plain
     assert factors(range(12, 18), "cyclic", **options) == plain[:6]  # cycles go on until the length is known
 
 
-@pytest.mark.parametrize(("name", "fallen"), [("constant", 1.0), ("multistep", 0.1), ("plateau", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "fallen"),
+    [
+        ("constant", 1.0),
+        ("multistep", 0.1),
+        ("plateau", 1.0),
+    ],
+)
 def test_a_schedule_of_settings(name, fallen):
     """The constant warm-up is that of Scene-Graph-Benchmark."""
     settings = ScheduleConfig(name=name, warmup_steps="0.6 epochs", warmup_factor=0.25, warmup_method="constant")
@@ -123,7 +172,12 @@ def test_a_corrected_length_goes_on_without_a_jump(name):
     plain = factors(range(101), name, total_steps=100, warmup_steps=10)
     schedule = Schedule(sgd(1.0), name, warmup_steps=10)
     schedule.set_total(50, step=5)  # in the warm-up: as if it had been known
-    assert schedule.factors(30)[0] == lr_factor(30, name, total_steps=50, warmup_steps=10)
+    assert schedule.factors(30)[0] == lr_factor(
+        30,
+        name,
+        total_steps=50,
+        warmup_steps=10,
+    )
     schedule.set_total(100, step=8)
     schedule.set_total(145, step=55)  # half of the decay is left, and twice as many steps for it
     resumed = Schedule(sgd(1.0), name, 7)
@@ -133,7 +187,11 @@ def test_a_corrected_length_goes_on_without_a_jump(name):
 
 
 FAULTS = [
-    ("cosin", {"milestones": [5, 3], "warmup_steps": -1}, ["multistep", "increasing", "warmup_steps"]),
+    (
+        "cosin",
+        {"milestones": [5, 3], "warmup_steps": -1},
+        ["multistep", "increasing", "warmup_steps"],
+    ),
     ("step", {}, ["step_size"]),
     ("multistep", {}, ["milestones"]),
     ("exponential", {}, ["above 0"]),
@@ -162,7 +220,14 @@ def test_what_is_not_a_time_is_refused(value):
         steps_from(value, 7)
 
 
-@pytest.mark.parametrize(("every", "last", "times"), [(4, 10, [4, 8, 10]), (0, 10, [10]), (5, None, [5, 10])])
+@pytest.mark.parametrize(
+    ("every", "last", "times"),
+    [
+        (4, 10, [4, 8, 10]),
+        (0, 10, [10]),
+        (5, None, [5, 10]),
+    ],
+)
 def test_when_something_is_due(every, last, times):
     assert [step for step in range(11) if is_time(step, every, last)] == times
 

@@ -36,6 +36,11 @@ def end_a_worker(loader) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(2)
     torch.ones(100_000).mul(2)  # starts the threads of OpenMP, which a worker then has too
-    loader = torch.utils.data.DataLoader(range(40), batch_size=2, num_workers=2, worker_init_fn=ignore_in_worker)
+    loader = torch.utils.data.DataLoader(
+        range(40),
+        batch_size=2,
+        num_workers=2,
+        worker_init_fn=ignore_in_worker,
+    )
     read_all(loader)
     end_a_worker(loader)

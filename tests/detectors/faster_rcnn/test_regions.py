@@ -62,7 +62,14 @@ def pool_of(kind) -> MultiScaleRoIAlign:
 def some_maps(images: int) -> dict[str, torch.Tensor]:
     sides = {"0": 32, "1": 16, "2": 8}
     return {
-        name: torch.randn(images, 3, side, side, dtype=torch.float64, requires_grad=True)
+        name: torch.randn(
+            images,
+            3,
+            side,
+            side,
+            dtype=torch.float64,
+            requires_grad=True,
+        )
         for name, side in sides.items()
     }
 

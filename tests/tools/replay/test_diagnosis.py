@@ -80,7 +80,14 @@ def test_a_broken_window_leaves_nothing_but_a_report_that_runs_again(tmp_path, k
     run = losses_of(model)
     run()
     batch = Batch(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([[8, 8]]), [{"image_id": "m1"}])
-    message = investigate(guard, model, run, tmp_path, [batch], {"step": 3, "lr": {"main": 0.01}})
+    message = investigate(
+        guard,
+        model,
+        run,
+        tmp_path,
+        [batch],
+        {"step": 3, "lr": {"main": 0.01}},
+    )
     assert words in message
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.stem.weight.grad is None

@@ -17,7 +17,12 @@ STATE = {"a": TIED, "b": TIED}
 
 
 def batch_of(*targets) -> Batch:
-    images = torch.zeros(1, 3, 4, 4, dtype=torch.uint8).expand(len(targets), -1, -1, -1)
+    images = torch.zeros(1, 3, 4, 4, dtype=torch.uint8).expand(
+        len(targets),
+        -1,
+        -1,
+        -1,
+    )
     return Batch(images, torch.ones(len(targets), 2, dtype=torch.int64), list(targets))
 
 
@@ -37,8 +42,16 @@ def written(folder, batches=BATCHES, extra=None, **given):
 
 
 def test_a_window_returns_as_it_was(tmp_path):
-    empty = {"image_id": 1, "boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
-    broken = {"image_id": "b.png", "boxes": torch.tensor([[0.0, math.nan, 1.0, 2.0]]), "size": torch.tensor([4, 4])}
+    empty = {
+        "image_id": 1,
+        "boxes": torch.zeros(0, 4),
+        "labels": torch.zeros(0, dtype=torch.int64),
+    }
+    broken = {
+        "image_id": "b.png",
+        "boxes": torch.tensor([[0.0, math.nan, 1.0, 2.0]]),
+        "size": torch.tensor([4, 4]),
+    }
     batches = [batch_of(empty, broken), *(batch_of({"image_id": i}) for i in range(11))]
     folder = written(tmp_path, batches, {"critic": {"weight": TIED}})
     report, again, state, extra = load_report(folder)
