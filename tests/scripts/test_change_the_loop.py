@@ -83,7 +83,17 @@ def run_mine(server, data, tmp_path):
     """`run_mine(script, *settings, ...)`: a run of train_detr as it was changed."""
 
     def run(script: Script, *given, **options):
-        return server.run(script, small(DETR, data, "--run.output_dir", tmp_path, *given), **options)
+        return server.run(
+            script,
+            small(
+                DETR,
+                data,
+                "--run.output_dir",
+                tmp_path,
+                *given,
+            ),
+            **options,
+        )
 
     return run
 
@@ -91,7 +101,13 @@ def run_mine(server, data, tmp_path):
 @pytest.fixture(scope="module")
 def surroundings(server, data):
     """What recipes find in the folder they are run from: a second data set, and a run that teaches."""
-    make_shapes(server.folder / "second", train_images=10, val_images=2, image_size=64, seed=7)
+    make_shapes(
+        server.folder / "second",
+        train_images=10,
+        val_images=2,
+        image_size=64,
+        seed=7,
+    )
     args = ["--run.max_steps", 1, "--run.output_dir", server.folder / "runs", "--run.name", "teacher"]
     server.run(DETR, small(DETR, data, *args)).ok()
 
@@ -134,7 +150,12 @@ def test_recipe_goes_on_to_the_bit(recipe, server, data, tmp_path):
     _, script = recipe
     args = small(script, data, "--run.output_dir", tmp_path, *GOES_ON.split())
     broken = NAN | {"window": 3, "rank": 1}
-    reference = server.run(script, [*args, "--run.name", "reference"], 2, [broken]).ok()
+    reference = server.run(
+        script,
+        [*args, "--run.name", "reference"],
+        2,
+        [broken],
+    ).ok()
     assert [row["step"] for row in training_rows(reference.folder)] == [1, 2, 3, 4]
     assert reference.text.count("goes on from step 2 ") == 1
     assert not nonfinite(reference.folder / "checkpoints" / "latest")

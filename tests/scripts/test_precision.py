@@ -25,14 +25,32 @@ def settings_in(run, name: str = "config.yaml") -> dict:
 
 def test_the_choice_is_a_rule_recorded_and_kept(server, script, settings, tmp_path):
     args = settings("--run.output_dir", tmp_path, "--run.max_steps", 2, "--run.resume", "latest", "--run.eval_every", 0)
-    first = server.run(script, [*args, "--run.precision", "auto", "--run.name", "auto"]).ok()
+    first = server.run(
+        script,
+        [
+            *args,
+            "--run.precision",
+            "auto",
+            "--run.name",
+            "auto",
+        ],
+    ).ok()
     is_able = cpu_computes_in_bf16()
     chosen = "bf16" if is_able else "no"
     has = "has" if is_able else "has no"
     assert f"precision: {SHOWN[chosen]} (run.precision auto: this CPU {has} instructions for bfloat16)" in first.text
     config = settings_in(first)
     assert config["run"]["precision"] == chosen
-    told = server.run(script, [*args, "--run.precision", chosen, "--run.name", "told"]).ok()
+    told = server.run(
+        script,
+        [
+            *args,
+            "--run.precision",
+            chosen,
+            "--run.name",
+            "told",
+        ],
+    ).ok()
     assert losses(told) == losses(first)
 
     # As if it had begun on a machine that chose otherwise.
@@ -66,9 +84,19 @@ DECISIONS = [
     (AUTO, LAUNCHER, RUN_SO_FAR, BY_LAUNCHER),
     ({}, LAUNCHER, RUN_SO_FAR, BY_LAUNCHER),
     ({"precision": "no", "compile": True}, LAUNCHER, RUN_SO_FAR, BY_SETTINGS),
-    ({"precision": "no"}, NOBODY, RUN_SO_FAR, ("no", "run.precision", None, "eager", "the run so far")),
+    (
+        {"precision": "no"},
+        NOBODY,
+        RUN_SO_FAR,
+        ("no", "run.precision", None, "eager", "the run so far"),
+    ),
     (AUTO, NOBODY, NOBODY, ("bf16", "run.precision auto: this GPU", True, False, "default")),
-    (AUTO | {"tf32": False}, NOBODY, NOBODY, ("bf16", "run.precision auto: this GPU", False, False, "default")),
+    (
+        AUTO | {"tf32": False},
+        NOBODY,
+        NOBODY,
+        ("bf16", "run.precision auto: this GPU", False, False, "default"),
+    ),
 ]
 
 
@@ -78,7 +106,13 @@ def test_the_first_that_has_a_word_decides(given, launched, began, expected):
         return *precision_of_gpu((8, 0), None), "this GPU"
 
     choice = resolve_execution(NOBODY | given, launched, began, an_a100)
-    assert (choice.precision, choice.precision_by, choice.tf32, choice.compile, choice.compile_by) == expected
+    assert (
+        choice.precision,
+        choice.precision_by,
+        choice.tf32,
+        choice.compile,
+        choice.compile_by,
+    ) == expected
 
 
 def test_recipes_of_papers_say_their_precision():
@@ -102,7 +136,11 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
         run = server.run(script, [*args, "--run.max_steps", steps, *more], env=env).ok()
         config = settings_in(run, max(path.name for path in run.folder.glob("config*.yaml")))
         settled = json.loads((run.folder / "environment.json").read_text())["settled"]
-        return run.text, (settled["precision"], settled["precision_by"], config["optim"]["compile"])
+        return run.text, (
+            settled["precision"],
+            settled["precision_by"],
+            config["optim"]["compile"],
+        )
 
     said, settled = start(asked, 1)
     assert settled == ("bf16", "accelerate launch", "eager")
@@ -112,7 +150,14 @@ def test_what_the_launcher_decided_is_recorded_and_kept(server, script, settings
     assert settled == ("bf16", "the run so far", "eager")
     assert "torch.compile: eager (the run so far)" in said
 
-    said, (precision, _, compile_) = start(asked, 3, "--run.precision", "no", "--optim.compile", "false")
+    said, (precision, _, compile_) = start(
+        asked,
+        3,
+        "--run.precision",
+        "no",
+        "--optim.compile",
+        "false",
+    )
     assert (precision, compile_) == ("no", False)
     assert "precision: float32 (run.precision, not accelerate launch, which says bf16)" in said
     assert "run.precision bf16 -> no: used" in said
@@ -127,7 +172,17 @@ def test_compiled_losses_and_checkpoints_are_those_of_the_eager_model(server, sc
     is_detr = script == SCRIPTS[0]
     backend = "true" if is_detr else "aot_eager"
     eager = server.run(script, [*args, "--run.name", "eager"]).ok()
-    compiled = server.run(script, [*args, "--run.name", "compiled", "--optim.compile", backend], within_s=1200).ok()
+    compiled = server.run(
+        script,
+        [
+            *args,
+            "--run.name",
+            "compiled",
+            "--optim.compile",
+            backend,
+        ],
+        within_s=1200,
+    ).ok()
     assert "torch.compile: " not in eager.text
     assert "torch.compile: " in compiled.text
     assert "graph breaks" in compiled.text or not is_detr
