@@ -1,6 +1,6 @@
 """A detector of one's own: torchvision's FCOS (Tian et al., ICCV 2019) on a timm backbone.
 
-    accelerate launch scripts/train_faster_rcnn.py --model.architecture fcos_detector:FCOS   # this folder on PYTHONPATH
+accelerate launch scripts/train_faster_rcnn.py --model.architecture fcos_detector:FCOS   # this folder on PYTHONPATH
 """
 
 from dataclasses import dataclass
@@ -51,9 +51,12 @@ class FCOS(Detector):
         pyramid = FeaturePyramid(body, widths, options.channels, extra_level=False)
         anchors = AnchorGenerator(tuple((stride,) for stride in STRIDES), ((1.0,),) * len(STRIDES))
         self.net = fcos.FCOS(
-            pyramid, len(class_names), anchor_generator=anchors, score_thresh=options.score_threshold,
+            pyramid,
+            len(class_names),
+            anchor_generator=anchors,
+            score_thresh=options.score_threshold,
             nms_thresh=options.nms_threshold,
-        )  # fmt: skip
+        )
 
     def forward(self, images, sizes, targets=None):
         maps = list(self.net.backbone(normalize_images(images, sizes, self.mean, self.std)).values())
@@ -74,6 +77,8 @@ class FCOS(Detector):
         heads = {name: list(outputs[name].float().split(outputs["points"], dim=1)) for name in names}
         anchors = [list(each.split(outputs["points"])) for each in outputs["anchors"]]
         found = self.net.postprocess_detections(heads, anchors, [tuple(size) for size in sizes.tolist()])
-        boxes, scores, labels = (pad_sequence([each[name] for each in found], batch_first=True, padding_value=-1)
-                                 for name in ("boxes", "scores", "labels"))  # fmt: skip
+        boxes, scores, labels = (
+            pad_sequence([each[name] for each in found], batch_first=True, padding_value=-1)
+            for name in ("boxes", "scores", "labels")
+        )
         return resize_boxes(boxes, sizes, orig_sizes), scores, labels

@@ -17,12 +17,24 @@ from accelerate import Accelerator
 # Ranks are forked from a server that has imported what the modules of the tests import: each rank imports the module
 # of its function, and would take seconds for that. Of several such lists the last one would hold for all tests.
 PRELOADED = [
-    "torch", "accelerate", "pytest", "hypothesis", "transformers.pipelines", "transformers.models.detr.modeling_detr",
-    "transformers.models.rt_detr_v2.modeling_rt_detr_v2", "toolkit.run.session", "toolkit.run.watchdog",
-    "toolkit.tools.replay.nan_report", "toolkit.evaluation.coco", "toolkit.detectors.detr.detr",
-    "toolkit.detectors.detr.d_fine", "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model",
-    "toolkit.detectors.yolov3.model", "toolkit.detectors.scene_graphs.start",
-]  # fmt: skip
+    "torch",
+    "accelerate",
+    "pytest",
+    "hypothesis",
+    "transformers.pipelines",
+    "transformers.models.detr.modeling_detr",
+    "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
+    "toolkit.run.session",
+    "toolkit.run.watchdog",
+    "toolkit.tools.replay.nan_report",
+    "toolkit.evaluation.coco",
+    "toolkit.detectors.detr.detr",
+    "toolkit.detectors.detr.d_fine",
+    "toolkit.detectors.faster_rcnn.model",
+    "toolkit.detectors.ssd.model",
+    "toolkit.detectors.yolov3.model",
+    "toolkit.detectors.scene_graphs.start",
+]
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(PRELOADED)
 

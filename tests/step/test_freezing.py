@@ -1,0 +1,143 @@
+"""Frozen modules and batch norms; the momentum of batch norms is compared with CVNets in tests/golden."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from toolkit.base.errors import BadInput
+from toolkit.step.freezing import (
+    FrozenBatchNorm2d,
+    freeze,
+    freeze_batch_norms,
+    freeze_prefixes,
+)
+
+
+def net():
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    return nn.ModuleDict(
+        {
+            "backbone": backbone,
+            "neck": nn.Conv2d(4, 4, 1),
+            "norm": nn.BatchNorm2d(4),
+        }
+    )
+
+
+def woken(model):
+    """Move statistics and weights of batch norms away from their initial values."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            if module.affine:
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+    return model
+
+
+def unpickled(model):
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 (what was pickled just now)
+
+
+@pytest.mark.parametrize("copied", [nn.Module.train, copy.deepcopy, unpickled])
+def test_freezing_survives_train_in_copies_too(copied):
+    model = net()
+    assert freeze(model["backbone"]) is model["backbone"]
+    model = copied(model).train()
+    backbone = model["backbone"]
+    before = copy.deepcopy(backbone.state_dict())
+    assert model["norm"].training
+    assert not any(module.training for module in backbone.modules())
+    features = backbone(torch.randn(2, 3, 6, 6))
+    model["norm"](model["neck"](features)).sum().backward()
+    assert all(parameter.grad is None for parameter in backbone.parameters())
+    torch.testing.assert_close(backbone.state_dict(), before, rtol=0, atol=0)
+    assert model["neck"].weight.grad is not None
+
+
+def test_frozen_parts_compile():
+    backbone = freeze(net()["backbone"])
+    compiled = torch.compile(backbone, backend="eager", fullgraph=True).train()
+    x = torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(compiled(x), backbone(x))
+    assert not backbone.training
+
+
+def test_freezing_by_name():
+    model = net()
+    frozen = freeze_prefixes(model, ["backbone.1", "neck.bias"])
+    assert frozen == ["backbone.1.weight", "backbone.1.bias", "neck.bias"]
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
+    model.train()
+    trains = [name for name, module in model.named_modules() if module.training]
+    assert trains == ["", "backbone", "backbone.0", "backbone.2", "neck", "norm"]
+
+
+BACKBONE = "did you mean model.model.backbone?"
+HINTS = [
+    ("bakbone", BACKBONE),
+    ("model.backbone", BACKBONE),
+    ("bakbone.1", "did you mean model.model.backbone.1?"),
+    ("backbone.9", "did you mean model.model.backbone.2?"),
+    ("model.model.backbone.9", "model.model.backbone has: model.model.backbone.0, model.model.backbone.1"),
+    ("wheels", "the model has: model"),
+    ("", "the model has: model"),
+]
+
+
+@pytest.mark.parametrize(("prefix", "hint"), HINTS)
+def test_a_prefix_that_does_not_exist_is_answered_with_a_whole_name(prefix, hint):
+    model = nn.ModuleDict({"model": nn.ModuleDict({"model": net()})})
+    with pytest.raises(BadInput, match=re.escape(hint)):
+        freeze_prefixes(model, ["model.model.neck", prefix])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_frozen_batch_norm_is_one_in_evaluation_mode(affine):
+    norm = woken(nn.BatchNorm2d(5, eps=1e-3, affine=affine)).eval()
+    frozen = freeze_batch_norms(norm).train()
+    assert not list(frozen.parameters())
+    x = torch.randn(2, 5, 4, 3, requires_grad=True)
+    weights = torch.randn(2, 5, 4, 3)
+    values = []
+    for module in (norm, frozen):
+        y = module(x)
+        values.append((y, *torch.autograd.grad((y * weights).sum(), x)))
+    torch.testing.assert_close(*values, rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_without_statistics_is_left_alone():
+    norm = nn.BatchNorm2d(3, track_running_stats=False)
+    assert freeze_batch_norms(norm) is norm
+
+
+def test_a_frozen_batch_norm_takes_the_state_of_one_and_keeps_the_dtype():
+    norm = woken(nn.BatchNorm2d(5)).eval()
+    frozen = FrozenBatchNorm2d(5)
+    frozen.load_state_dict(norm.state_dict())  # of a checkpoint from before it was frozen
+    assert list(frozen.state_dict()) == ["weight", "bias", "running_mean", "running_var"]
+    x = torch.randn(2, 5, 4, 4)
+    narrow = frozen(x.bfloat16())
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), norm(x), rtol=0.05, atol=0.05)
+
+
+def test_norms_with_an_activation_inside():
+    """Those of mobilenetv3 and many ResNets of timm have one."""
+    model = woken(timm.create_model("mobilenetv3_small_050", features_only=True)).eval()
+    x = torch.randn(1, 3, 32, 32)
+    before = model(x)
+    names = set(model.state_dict())
+    assert freeze_batch_norms(model) is model
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    for new, old in zip(model.train()(x), before, strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+    assert names - set(model.state_dict()) == {name for name in names if name.endswith("num_batches_tracked")}
