@@ -6,6 +6,7 @@ from PIL import Image
 
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
+from toolkit.evaluation.matches import match_predictions
 
 SIZE = (120, 160)  # height, width
 
@@ -37,6 +38,15 @@ def table_of(folder, images, classes=("cat", "dog"), draw=True, predicates=(), s
                        predicates=predicates, attributes=attributes)  # fmt: skip
 
 
+def three_corners(count=12):
+    """Images with one box of each of three classes, in three corners."""
+    places = ([5, 5, 45, 45], [60, 5, 110, 50], [10, 60, 70, 110])
+    images = []
+    for i in range(count):
+        images.append([(np.add(box, i % 5), label) for label, box in enumerate(places)])
+    return images
+
+
 def found_of(boxes, labels, scores) -> dict:
     """Detections of one image, as tensors."""
     return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "scores": torch.tensor(scores),
@@ -51,6 +61,11 @@ def predictions_of(table, images):
                    "labels": np.array([d[1] for d in found], np.int64)}
         for image_id, found in zip(table.image_ids().tolist(), images, strict=True)
     }  # fmt: skip
+
+
+def matched_of(table, images):
+    """Matches of predictions as `predictions_of` takes them."""
+    return match_predictions(predictions_of(table, images), table)
 
 
 def random_case(folder, images=30, classes=4, seed=0, crowd=0.1, scores=1000, dets=25):
