@@ -89,15 +89,6 @@ def test_a_hundred_detections_of_a_class_count(tmp_path):
     assert coco_row(most)["bbox_AR500"] == pytest.approx(1)
 
 
-def test_a_hundred_masks_of_a_class_count(tmp_path):
-    table, predictions = random_masks(tmp_path, 2, 1, seed=5, dets=3)
-    pixels = pixels_of([20, 30, 60, 80])[0]
-    shifted = torch.stack([pixels.roll(shift % 7, 0) for shift in range(130)])
-    found = found_of([BOX] * 130, [0] * 130, np.linspace(0.1, 0.9, 130))
-    predictions[10] = found | {"masks": rles_of(shifted)}
-    assert_as_pycocotools(tmp_path, table, predictions, "segm")
-
-
 @pytest.mark.parametrize("backend", ["toolkit", "pycocotools"])
 @pytest.mark.parametrize(
     ("truth", "found", "expected"),

@@ -1,6 +1,5 @@
 """Predictions of a data set with the validation loss, on one and on two ranks."""
 
-from types import MethodType
 
 import numpy as np
 import pytest
@@ -150,28 +149,6 @@ def test_memory_that_runs_out_names_the_batch_and_the_setting(monkeypatch):
     assert "image ids [7, 10, 13]" in said
     assert "Lower --eval.batch_size_per_device" in said
     assert "--data.batch" not in said
-
-
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_evaluation_is_in_float32_whatever_the_training_is_in(precision):
-    """Accelerate puts autocast around the `forward` of a prepared module; it is there again afterwards."""
-    seen = []
-
-    class Watched(TinyDetector):
-        def forward(self, *inputs):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return super().forward(*inputs)
-
-    detector = tiny_detector(kind=Watched)
-    patched = MethodType(torch.autocast("cpu", precision)(Watched.forward), detector)
-    detector.forward = patched
-    with torch.autocast("cpu", precision):
-        predict_dataset(detector, tiny_batches(3), "cpu")
-    assert seen
-    assert not any(seen)
-    assert detector.forward is patched
-    detector.eval()(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([[8, 8]]))
-    assert seen[-1], "training goes on in half precision"
 
 
 class Long(list):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,10 @@ OTHER_CONTENT = {
     json.dumps([DETECTION | {"image_id": 99}]): "image ids",
     json.dumps([DETECTION | {"image_id": "away"}]): r"image ids \['away'\] .* no names of its files say",
     json.dumps([DETECTION | {"category_id": 2}]): "category ids",
-    json.dumps([DETECTION | {"bbox": [0, 0, 1, "x"]}]): "the bbox is",
+    json.dumps([DETECTION, DETECTION | {"bbox": [0, 0, 1, "x"]}]): "detection 1: the bbox is .*four finite numbers",
+    json.dumps([DETECTION | {"bbox": [math.nan, 0, 1, 1]}]): "the bbox is",
+    json.dumps([DETECTION | {"score": True}]): "the score is .*; expected a finite number",
+    json.dumps([DETECTION | {"score": 1e300}]): "the score is",
     '{"annotations": [], "images": true}': "found.json: `images` is .*; expected a list",
 }
 
@@ -89,25 +93,6 @@ OTHER_CONTENT = {
 def test_other_content_is_refused(case, file, content):
     with pytest.raises(BadInput, match=OTHER_CONTENT[content]):
         read_predictions(rewritten(file, content), case[0])
-
-
-@pytest.mark.parametrize("value", [None, True, "x", [1], math.nan, -math.inf, 1e300, 10**400])
-@pytest.mark.parametrize("wrong", ["score", 0, 3])
-def test_what_is_not_a_number_is_named_with_its_detection(case, file, wrong, value):
-    entry = DETECTION | {"bbox": [0, 0, 1, 1]}
-    if wrong == "score":
-        entry["score"] = value
-    else:
-        entry["bbox"][wrong] = value
-    said = "found.json, detection 1: the (score|bbox) is .*; expected (a finite number|four finite numbers)"
-    with pytest.raises(BadInput, match=said):
-        read_predictions(rewritten(file, [DETECTION, entry]), case[0])
-
-
-def test_ten_faults_are_listed(case, file):
-    with pytest.raises(BadInput) as refused:
-        read_predictions(rewritten(file, [DETECTION | {"score": None}] * 30), case[0])
-    assert len(refused.value.problems) == 10
 
 
 def test_a_predictions_file_ends_in_json(case, tmp_path):
@@ -126,6 +111,7 @@ OTHER_METADATA = [
     {"data": {}},
     {"data": {"source": None}},
     {"scores": [1]},
+    {"detector": 7},
 ]
 
 
@@ -210,13 +196,13 @@ def test_classes_that_do_not_fit_are_refused_in_one_sentence(pets_file, tmp_path
     assert re.search(r"predictions of \['ace'\], which .* does not know, and .* has boxes of \['owl'\]", sentence)
 
 
-@pytest.mark.parametrize("classes", [7, [7], [{"id": [], "name": "cat"}], [{"id": 1}]])
-def test_classes_of_another_form_are_refused(file, tmp_path, classes):
-    about = json.loads(about_file(file).read_text())
-    rewritten(about_file(file), about | {"classes": classes})
-    corrected, _ = random_case(tmp_path / "corrected", images=8, seed=5)
-    with pytest.raises(BadInput, match="expected `classes`, a list of objects with id and name"):
-        read_predictions(file, corrected)
+def test_classes_of_another_form_are_refused(pets_file, tmp_path):
+    file = shutil.copy(pets_file, tmp_path / "found.json")
+    about = json.loads(about_file(pets_file).read_text())
+    for classes in (7, [7], [{"id": [], "name": "cat"}], [{"id": 1}]):
+        rewritten(about_file(file), about | {"classes": classes})
+        with pytest.raises(BadInput, match="expected `classes`, a list of objects with id and name"):
+            read_predictions(file, pets(tmp_path, PETS[:2]))
 
 
 @pytest.fixture(scope="module")

@@ -166,15 +166,3 @@ def test_a_mask_without_a_pixel_loses_no_detection(tmp_path):
     assert [entry["segmentation"] for entry in results] == [mask.as_json() for mask in masks]
     assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 3
     assert (tmp_path / "annotations" / "a.xml").read_text().count("<object>") == 2
-
-
-@pytest.mark.parametrize("text", ["50", "-0.1", "1.01", "nan", "inf", "x"])
-def test_a_score_threshold_is_a_score(text, capsys):
-    with pytest.raises(SystemExit) as ended:
-        predict.main(["runs/none", "a.png", "--out", "out", f"--score-threshold={text}"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "expected a number from 0 to 1, or auto" in said
-    assert ("did you mean 0.5?" in said) == (text == "50")
-    assert predict.score_or_auto("auto") == "auto"
-    assert predict.score_or_auto("1") == 1.0

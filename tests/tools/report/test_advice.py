@@ -147,12 +147,6 @@ def test_a_run_that_has_barely_begun_is_only_told_to_train_longer(confusing, sha
     assert "Confused classes" in found
 
 
-@pytest.mark.parametrize(("epochs", "share"), [(4, 0.05), (12, 0.09), (4, 0.2), (12, 0.11)])
-def test_a_tenth_of_few_epochs_is_counted_in_steps(confusing, epochs, share):
-    found = advice_on(confusing, **run_ended(share, rising, "run.max_steps", epochs, evaluations=2))
-    assert (list(found) == ["Trained too short"]) == (share < 0.1)
-
-
 def test_a_run_without_evaluations_enough_has_barely_begun(confusing):
     """Whether AP still rises is not known then."""
     facts = run_ended(0.016, level, "run.max_minutes", evaluations=1)

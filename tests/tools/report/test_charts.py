@@ -17,7 +17,6 @@ from toolkit.tools.report.charts import (
     save_charts,
     svg,
 )
-from toolkit.tools.report.thresholds import ThresholdSweep
 
 EMPTY = [
     LineChart("x", [ChartLine("a", [], [])]),
@@ -40,12 +39,6 @@ def test_odd_values_are_drawn():
     assert "inf" not in odd
     many = ChartLine("a", range(10**5), np.random.default_rng(0).random(10**5))
     assert len(many.points()[0]) == MAX_POINTS
-
-
-def test_marks_are_lines_with_a_name():
-    axes = figure([LineChart("x", [ChartLine("a", [0, 1], [0, 1])], marks=[(0.6, "best")])]).axes[0]
-    assert axes.lines[1].get_xdata() == [0.6, 0.6]
-    assert axes.texts[0].get_text() == "best"
 
 
 def test_faint_lines_do_not_set_the_ends_of_the_axis(tmp_path):
@@ -75,13 +68,6 @@ def test_equal_rates_are_seen_both():
     charts = figures.training_charts(rates)[figures.LOSSES_HEADING]
     (chart,) = [chart for chart in charts if chart.title == "Learning rates"]
     assert [line.dashed for line in chart.lines] == [False, True]
-
-
-def test_charts_of_thresholds_reach_from_0_to_1():
-    sweep = ThresholdSweep(np.array([0.5]), np.array([0.2]), np.array([0.1]), np.array([0.15]), total=10)
-    for chart in (figures.f1_chart({"a": sweep}), figures.precision_recall_chart({"a": sweep})):
-        axes = figure([chart]).axes[0]
-        assert axes.get_xlim() == axes.get_ylim() == (0, 1)
 
 
 def test_a_series_is_what_is_a_finite_number():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from mask_data import random_masks
-from report_data import ground_truth_as_predictions, random_case, table_of, three_corners
+from report_data import ground_truth_as_predictions, random_case, table_of
 
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predictions import write_predictions
@@ -27,20 +27,6 @@ def test_ground_truth_as_predictions_is_perfect(tmp_path):
     assert not any(len(judged.errors.of(kind)) for kind in ERROR_KINDS[:-1])
     assert judged.errors.ap50 == 1
     assert judged.errors.cost["class"] == 0
-
-
-def test_labels_moved_by_one_leave_the_diagonal_empty(tmp_path):
-    table = table_of(tmp_path, three_corners(), ("a", "b", "c"), draw=False)
-    predictions = ground_truth_as_predictions(table)
-    for found in predictions.values():
-        found["labels"] = (found["labels"] + 1) % 3
-    judged = judge("moved", predictions, table, draws=20)
-    assert judged.matrix.trace() == 0
-    assert judged.matrix[:3, :3].sum() == 36
-    assert judged.matrix[:3, 3].sum() == 0
-    assert len(judged.errors.of("class")) == 36
-    assert judged.errors.cost["class"] == pytest.approx(1)
-    assert judged.overall.best is None
 
 
 def test_graphs_travel_with_their_boxes_through_a_file(tmp_path):
