@@ -17,7 +17,12 @@ from report_data import found_of, ground_truth_as_predictions, random_case, tabl
 from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle, rles_of
 from toolkit.base.text import columns
-from toolkit.evaluation.coco import CocoEvaluator, check_ground_truth, coco_row, per_class_table
+from toolkit.evaluation.coco import (
+    CocoEvaluator,
+    check_ground_truth,
+    coco_row,
+    per_class_table,
+)
 from toolkit.evaluation.mask_matches import masks_of_truth, match_masks
 from toolkit.evaluation.matches import class_keys, match_predictions
 from toolkit.evaluation.predictions import write_predictions
@@ -61,7 +66,11 @@ def assert_as_pycocotools(folder, table, predictions, kind="bbox") -> dict:
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32), num_classes=st.integers(1, 4), scores=st.sampled_from([6, 1000]))
+@given(
+    seed=st.integers(0, 2**32),
+    num_classes=st.integers(1, 4),
+    scores=st.sampled_from([6, 1000]),
+)
 def test_boxes_are_judged_as_by_pycocotools(tmp_path_factory, seed, num_classes, scores):
     """With crowds, ties, images without boxes or predictions, more than 10 predictions of a class."""
     folder = tmp_path_factory.mktemp("random")
@@ -94,14 +103,28 @@ def test_a_hundred_detections_of_a_class_count(tmp_path):
     ("truth", "found", "expected"),
     [
         # Without predictions all is 0, but what has no objects.
-        ([(BOX, 0)], NOTHING, {"bbox_AP": 0, "bbox_AR100": 0, "AP/cat": 0, "AP/dog": None, "bbox_APl": None}),
+        (
+            [(BOX, 0)],
+            NOTHING,
+            {"bbox_AP": 0, "bbox_AR100": 0, "AP/cat": 0, "AP/dog": None, "bbox_APl": None},
+        ),
         ([], NOTHING, {"bbox_AP": None, "AP/cat": None}),
         ([], found_of([BOX], [0], [0.5]), {"bbox_AP": None, "AP/cat": None}),
         ([(BOX, 0, True)], found_of([BOX], [0], [0.5]), {"bbox_AP": None, "AP/cat": None}),
         # A class without objects, of which something is found, is not in the mean.
-        ([(BOX, 0)], found_of([BOX, OTHER], [0, 1], [0.5, 0.9]), {"bbox_AP": 1, "AP/cat": 1, "AP/dog": None}),
+        (
+            [(BOX, 0)],
+            found_of([BOX, OTHER], [0, 1], [0.5, 0.9]),
+            {"bbox_AP": 1, "AP/cat": 1, "AP/dog": None},
+        ),
     ],
-    ids=["no predictions", "no boxes", "found without boxes", "only a crowd", "a class without boxes"],
+    ids=[
+        "no predictions",
+        "no boxes",
+        "found without boxes",
+        "only a crowd",
+        "a class without boxes",
+    ],
 )
 def test_what_is_not_there_is_0_or_none(tmp_path, capsys, backend, truth, found, expected):
     table = table_of(tmp_path, [truth], draw=False, ids=["img7"])
@@ -113,7 +136,11 @@ def test_what_is_not_there_is_0_or_none(tmp_path, capsys, backend, truth, found,
 def test_predictions_must_be_of_the_images(tmp_path):
     table = table_of(tmp_path, [[]] * 8, draw=False)
     predictions = ground_truth_as_predictions(table)
-    uneven = {"boxes": torch.zeros(2, 4), "scores": torch.zeros(1), "labels": torch.zeros(0)}
+    uneven = {
+        "boxes": torch.zeros(2, 4),
+        "scores": torch.zeros(1),
+        "labels": torch.zeros(0),
+    }
     with pytest.raises(BadInput, match="13: 2 boxes, 1 scores, 0 labels"):
         CocoEvaluator(table).evaluate(predictions | {13: uneven})
     predictions["stranger"] = predictions.pop(10)
@@ -225,7 +252,10 @@ def test_metrics_of_masks_exist_where_both_have_masks(masked, tmp_path):
 def test_masks_must_be_of_their_image_and_boxes(masked):
     table, found, masks = masked
     evaluate = CocoEvaluator(table).evaluate
-    with pytest.raises(BadInput, match=r"image 10: its mask has 7 x 9 pixels \(height x width\); expected 120 x 160"):
+    with pytest.raises(
+        BadInput,
+        match=r"image 10: its mask has 7 x 9 pixels \(height x width\); expected 120 x 160",
+    ):
         evaluate({10: found | {"masks": [Rle((7, 9), b"o1"), *masks[1:]]}})
     with pytest.raises(BadInput, match="image 10: 3 boxes, 2 masks"):
         evaluate({10: found | {"masks": masks[:2]}})

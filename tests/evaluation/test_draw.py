@@ -8,7 +8,11 @@ from PIL import Image, ImageDraw
 from report_data import found_of, table_of
 
 from toolkit.base.masks import rles_of
-from toolkit.detectors.scene_graphs.graph_pictures import draw_arrow, draw_found, left_out_in_words
+from toolkit.detectors.scene_graphs.graph_pictures import (
+    draw_arrow,
+    draw_found,
+    left_out_in_words,
+)
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.draw import (
     CLASS_COLOURS,
@@ -68,7 +72,12 @@ def test_a_crowded_picture_has_thin_lines_and_no_tags():
     boxes = torch.cat([corners, corners + torch.tensor([8, 30])], dim=1).float()
     covered = {}
     for count in (MOST_TAGS, MOST_TAGS + 1):
-        picture = drawn(torch.zeros(3, 200, 200, dtype=torch.uint8), boxes[:count].tolist(), [0] * count, [0.9] * count)
+        picture = drawn(
+            torch.zeros(3, 200, 200, dtype=torch.uint8),
+            boxes[:count].tolist(),
+            [0] * count,
+            [0.9] * count,
+        )
         covered[count] = (picture > 0).any(axis=2).mean()
     assert covered[MOST_TAGS + 1] < covered[MOST_TAGS] / 2
 
@@ -92,8 +101,16 @@ def test_predictions_stand_beside_the_ground_truth(tmp_path):
 
 def test_odd_images_and_boxes_are_drawn(tmp_path):
     """No boxes, boxes outside, flipped and not finite, a label without name, a crowd; tall, wide and tiny images."""
-    odd = found_of([[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4], [0, 25, 1], [0.9, 0.8, 0.7])
-    crowd = {"name": 1, "boxes": torch.tensor([[1.0, 1, 5, 5]]), "labels": torch.tensor([0])}
+    odd = found_of(
+        [[-50, -50, 900, 900], [40, 40, 10, 10], [float("nan")] * 4],
+        [0, 25, 1],
+        [0.9, 0.8, 0.7],
+    )
+    crowd = {
+        "name": 1,
+        "boxes": torch.tensor([[1.0, 1, 5, 5]]),
+        "labels": torch.tensor([0]),
+    }
     crowd["iscrowd"] = torch.tensor([1])
     samples = [
         (grey(300, 20), odd, crowd),
@@ -162,7 +179,10 @@ def test_beside_the_picture_objects_lie_on_a_circle(tmp_path):
         ((1, 1, 20, 0.0), ""),
         ((0, 0, 20, 0.0), "no relations"),
         ((20, 100, 20, 0.0), "20 of 100 relations are drawn"),
-        ((0, 9, 20, 0.5), "0 of 9 relations are drawn: no other has a score of 0.5 or more"),
+        (
+            (0, 9, 20, 0.5),
+            "0 of 9 relations are drawn: no other has a score of 0.5 or more",
+        ),
     ],
 )
 def test_relations_that_are_left_out_are_told(numbers, words):

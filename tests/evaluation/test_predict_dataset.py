@@ -1,6 +1,5 @@
 """Predictions of a data set with the validation loss, on one and on two ranks."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -42,7 +41,10 @@ class TinyDetector(nn.Module):
         assert len(images)  # an empty batch never gets here
         hidden = self.frozen(self.head(images.float().mean((2, 3)) / 255))
         boxes = self.places(hidden).sigmoid()
-        return {"logits": self.classes(hidden).unflatten(1, (4, -1)), "boxes": boxes.unflatten(1, (4, 4))}
+        return {
+            "logits": self.classes(hidden).unflatten(1, (4, -1)),
+            "boxes": boxes.unflatten(1, (4, 4)),
+        }
 
     def criterion(self, outputs, targets, denominators):
         return self.loss(outputs["logits"][None], outputs["boxes"][None], targets, denominators)
@@ -91,7 +93,13 @@ def tiny_batches(batch_size, rank=0, world_size=1, num_images=7, num_classes=3, 
     batches = []
     for keys in EvalSampler(num_images, batch_size, rank, world_size):
         chosen = [key.index for key in keys]
-        batches.append(Batch(images[chosen], torch.full((len(chosen), 2), 8), [targets[i] for i in chosen]))
+        batches.append(
+            Batch(
+                images[chosen],
+                torch.full((len(chosen), 2), 8),
+                [targets[i] for i in chosen],
+            )
+        )
     return batches
 
 
@@ -160,7 +168,13 @@ def test_memory_is_told_before_it_is_needed():
     said = []
     predict_dataset(tiny_detector(), tiny_batches(3), "cpu", say=said.append)
     assert said == []
-    predict_dataset(tiny_detector(), Long(tiny_batches(3)), "cpu", description="evaluation at step 9", say=said.append)
+    predict_dataset(
+        tiny_detector(),
+        Long(tiny_batches(3)),
+        "cpu",
+        description="evaluation at step 9",
+        say=said.append,
+    )
     (text,) = said
     bytes_of_image = 4 * (4 * 4 + 4 + 8) + 3 * 500  # of four boxes
     assert f"3,000,000 images will take about {bytes_of_image * 3 / 1000:.1f} GB" in text
@@ -198,7 +212,11 @@ def predict_case(case, rank=0, world_size=1, stop=int):
     data = ON_RANKS[case]
     detector = tiny_detector(data.get("num_classes", 3))
     batches = tiny_batches(2, rank, world_size, **data)
-    how = {"loss_weights": weights_of(detector), "score_threshold": float(case == "no predictions"), "stop": stop}
+    how = {
+        "loss_weights": weights_of(detector),
+        "score_threshold": float(case == "no predictions"),
+        "stop": stop,
+    }
     return predict_dataset(detector, batches, "cpu", **how)[:3]
 
 

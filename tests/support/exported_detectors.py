@@ -14,7 +14,11 @@ DETR = TRANSFORMER | {"backbone": "test_resnet", "encoder_layers": 1, "num_queri
 ECDET = TRANSFORMER | {"num_queries": 20, "num_denoising": 10, "hidden_expansion": 0.5}
 REAL_TIME = ECDET | {"backbone": "test_resnet"}
 VIT = TRANSFORMER | {"encoder_layers": 4, "num_queries": 4}
-TWO_STAGE = {"rpn_pre_nms_top_n_test": 40, "rpn_post_nms_top_n_test": 16, "score_threshold": 0.01}
+TWO_STAGE = {
+    "rpn_pre_nms_top_n_test": 40,
+    "rpn_post_nms_top_n_test": 16,
+    "score_threshold": 0.01,
+}
 FASTER_RCNN = TWO_STAGE | {
     "backbone": "lcnet_035",
     "norm": "batch",
@@ -38,7 +42,12 @@ SMALL = {
     "rf_detr": VIT,
     "lw_detr": VIT | {"size": "large"},
     "faster_rcnn": FASTER_RCNN,
-    "ssd": {"backbone": "lcnet_035", "strides": [4, -1], "channels": [16, 16], "aspect_ratios": [[2], [2]]},
+    "ssd": {
+        "backbone": "lcnet_035",
+        "strides": [4, -1],
+        "channels": [16, 16],
+        "aspect_ratios": [[2], [2]],
+    },
     "ssdlite": {
         "backbone": "lcnet_035",
         "strides": [4, 8, 16, -1],

@@ -40,7 +40,11 @@ class PastingDetector(Detector):
         for number in range(len(orig_sizes)):
             count = 3 * number
             labels = torch.zeros(count, dtype=torch.int64)
-            columns = {"boxes": torch.rand(count, 4), "scores": torch.rand(count), "labels": labels}
+            columns = {
+                "boxes": torch.rand(count, 4),
+                "scores": torch.rand(count),
+                "labels": labels,
+            }
             found.append(columns | {"masks": torch.rand(count, 2, 2)})
         self.found += found
         return [dict(each) for each in found]

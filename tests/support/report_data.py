@@ -86,7 +86,10 @@ def random_case(folder, images=30, classes=4, seed=0, crowd=0.1, scores=1000, de
                 label = int(labels[at]) if rng.random() < 0.8 else int(rng.integers(classes))
             else:
                 corner = rng.uniform(0, 100, 2)
-                box, label = np.concatenate([corner, corner + rng.uniform(5, 50, 2)]), int(rng.integers(classes))
+                box, label = (
+                    np.concatenate([corner, corner + rng.uniform(5, 50, 2)]),
+                    int(rng.integers(classes)),
+                )
             box = np.concatenate([np.minimum(box[:2], box[2:]), np.maximum(box[:2], box[2:]) + 1])
             detections.append((box, label, (rng.integers(scores) + 1) / (scores + 1)))
         found.append(detections)

@@ -118,7 +118,10 @@ OTHER_METADATA = [
 @pytest.mark.parametrize("content", OTHER_METADATA, ids=str)
 def test_metadata_of_another_form_are_one_sentence(case, file, content):
     about = json.loads(about_file(file).read_text())
-    rewritten(about_file(file), json.dumps(about | content if isinstance(content, dict) else content))
+    rewritten(
+        about_file(file),
+        json.dumps(about | content if isinstance(content, dict) else content),
+    )
     with pytest.raises(BadInput, match="found.about.json: .* is .*, expected .*; remove that file") as refused:
         read_predictions(file, case[0])
     assert len(refused.value.problems) == 1
@@ -143,7 +146,12 @@ def test_boxes_but_no_graphs_can_be_judged_on_corrected_annotations(case, file, 
         read_predictions(file, corrected)
 
 
-BOXES = {"cat": [10, 10, 60, 70], "dog": [80, 10, 120, 70], "ace": [10, 80, 60, 110], "owl": [130, 80, 150, 110]}
+BOXES = {
+    "cat": [10, 10, 60, 70],
+    "dog": [80, 10, 120, 70],
+    "ace": [10, 80, 60, 110],
+    "owl": [130, 80, 150, 110],
+}
 PETS = [(1, "cat"), (4, "dog"), (7, "ace")]
 
 
@@ -193,7 +201,10 @@ def test_classes_that_do_not_fit_are_refused_in_one_sentence(pets_file, tmp_path
     with pytest.raises(BadInput) as error:
         read_predictions(pets_file, others)
     (sentence,) = error.value.problems
-    assert re.search(r"predictions of \['ace'\], which .* does not know, and .* has boxes of \['owl'\]", sentence)
+    assert re.search(
+        r"predictions of \['ace'\], which .* does not know, and .* has boxes of \['owl'\]",
+        sentence,
+    )
 
 
 def test_classes_of_another_form_are_refused(pets_file, tmp_path):
@@ -235,7 +246,13 @@ def test_a_damaged_file_of_graphs_is_one_sentence(graphs, share):
 def test_arrays_of_graphs_that_do_not_fit_are_refused(graphs, name):
     file, table, _, arrays = graphs
     column = arrays[name]
-    columns = [np.array(3), column[:-1], column[None], column.astype(str), column.astype(complex)]
+    columns = [
+        np.array(3),
+        column[:-1],
+        column[None],
+        column.astype(str),
+        column.astype(complex),
+    ]
     columns.append(column + 5 if name == "pairs" else column * math.nan)
     changes = [arrays | {name: other} for other in columns]
     for rows in (3, [1.0, 1.0], [-1, 3], [1]):

@@ -10,7 +10,15 @@ import pytest
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
-from toolkit.tools.shapes import CLASSES, PREDICATES, draw_large_scene, draw_scene, ensure_shapes, main, make_shapes
+from toolkit.tools.shapes import (
+    CLASSES,
+    PREDICATES,
+    draw_large_scene,
+    draw_scene,
+    ensure_shapes,
+    main,
+    make_shapes,
+)
 
 SIZES = {"train_images": 3, "val_images": 2, "image_size": 64}
 
@@ -80,7 +88,12 @@ def test_large_pictures_have_small_shapes_that_do_not_overlap(tmp_path):
     assert table.num_boxes()[0] >= 40
 
 
-INVERSE = {"left of": "right of", "above": "below", "inside": "contains", "overlaps": "overlaps"}
+INVERSE = {
+    "left of": "right of",
+    "above": "below",
+    "inside": "contains",
+    "overlaps": "overlaps",
+}
 INVERSE |= {there: back for back, there in INVERSE.items()}
 
 
@@ -114,7 +127,16 @@ def test_relations_agree_with_the_boxes(index):
 
 
 def test_the_files_are_an_ordinary_data_set_with_relations(tmp_path, capsys):
-    arguments = ["--out", str(tmp_path / "set"), "--train-images", "2", "--val-images", "3", "--image-size", "64"]
+    arguments = [
+        "--out",
+        str(tmp_path / "set"),
+        "--train-images",
+        "2",
+        "--val-images",
+        "3",
+        "--image-size",
+        "64",
+    ]
     assert main(arguments) == 0
     assert len(list((tmp_path / "set" / "train").iterdir())) == 2
     assert main(arguments) == 2

@@ -8,7 +8,12 @@ from small_detectors import CLASSES, batch_of, small
 
 from toolkit.base.errors import BadInput
 from toolkit.models import build_detector
-from toolkit.tools.distillation.losses import DISTILLATION_LOSSES, Distillation, correlation_loss, query_losses
+from toolkit.tools.distillation.losses import (
+    DISTILLATION_LOSSES,
+    Distillation,
+    correlation_loss,
+    query_losses,
+)
 from toolkit.tools.distillation.teacher import open_teacher
 
 
@@ -34,7 +39,10 @@ def test_maps_that_are_alike_up_to_scale_and_shift_cost_nothing():
 
 def test_queries_of_the_same_object_are_compared():
     """In whatever order they come; an object that one of them has no query for counts nothing."""
-    target = {"boxes": torch.tensor([[0.0, 0, 32, 32], [32, 32, 64, 64]]), "labels": torch.tensor([0, 1])}
+    target = {
+        "boxes": torch.tensor([[0.0, 0, 32, 32], [32, 32, 64, 64]]),
+        "labels": torch.tensor([0, 1]),
+    }
     targets = [target | {"size": torch.tensor([64, 64])}]
     boxes = torch.tensor([[[0.25, 0.25, 0.5, 0.5], [0.75, 0.75, 0.5, 0.5], [0.5, 0.5, 1.0, 1.0]]])
     scores = torch.tensor([[[0.9, 0.1], [0.1, 0.9], [0.2, 0.2]]])
@@ -83,7 +91,10 @@ def test_a_checkpoint_knows_its_teacher_by_content():
     other = small("detr", seed=1)
     with torch.no_grad():
         next(iter(other.parameters())).add_(1e-3)
-    with pytest.raises(BadInput, match="its weights are not those of there that the checkpoint was trained with"):
+    with pytest.raises(
+        BadInput,
+        match="its weights are not those of there that the checkpoint was trained with",
+    ):
         Distillation(student, other, "elsewhere", CLASSES, CLASSES).load_state_dict(state)
 
 

@@ -37,7 +37,12 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd, graph, name):
     about = open_exported(ssd / name, trusted=True)[1]
     assert list(about.categories) == CATEGORIES
     assert about.size == SIZE
-    assert (about.architecture, about.score_threshold, about.sides, about.top_k) == ("ssd", 0.3, "fixed", 300)
+    assert (about.architecture, about.score_threshold, about.sides, about.top_k) == (
+        "ssd",
+        0.3,
+        "fixed",
+        300,
+    )
 
 
 def test_onnx_has_operators_of_onnx_alone(ssd):
@@ -140,11 +145,21 @@ def test_half_precision_is_in_the_products_and_not_in_the_boxes(ssd, tmp_path):
 @pytest.mark.filterwarnings("error:No complete tensor found")
 def test_images_below_the_smallest_side_get_a_file_of_their_size(tmp_path):
     told = []
-    asked = {"size": {"height": 32, "width": 32}, "source": "", "score_threshold": 0.42, "top_k": 100}
+    asked = {
+        "size": {"height": 32, "width": 32},
+        "source": "",
+        "score_threshold": 0.42,
+        "top_k": 100,
+    }
     detector = exported_detector("yolov3, few layers")
     files, graph = export_detector(detector, tmp_path, ("torch",), categories=CATEGORIES, **asked, say=told.append)
     about = open_exported(files["torch"], trusted=True)[1]
-    assert (about.score_threshold, about.sides, graph.sides, about.top_k) == (0.42, "fixed", "fixed", 100)
+    assert (about.score_threshold, about.sides, graph.sides, about.top_k) == (
+        0.42,
+        "fixed",
+        "fixed",
+        100,
+    )
     assert "files of several sizes begin with 64 pixels: this one takes 32 x 32 alone" in told
     assert check_against_pytorch(graph, files["torch"], images_of(2, 32, 32))
 
@@ -153,8 +168,23 @@ def test_the_script_takes_settings_of_prediction_and_times(tmp_path, capsys, mon
     """From its command line on, without data: a stricter suppression leaves worse boxes."""
     detector = exported_detector("ssd, few layers")
     detector.save_final(tmp_path / "final", CATEGORIES, SIZE)
-    words = [str(tmp_path / "final"), "--formats", "onnx", "fp16", "--top-k", "50", "--score-threshold", "0.25"]
-    words += ["--model.nms_threshold", "0.01", "--benchmark", "--out", str(tmp_path / "out")]
+    words = [
+        str(tmp_path / "final"),
+        "--formats",
+        "onnx",
+        "fp16",
+        "--top-k",
+        "50",
+        "--score-threshold",
+        "0.25",
+    ]
+    words += [
+        "--model.nms_threshold",
+        "0.01",
+        "--benchmark",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     monkeypatch.setattr(judge, "BENCHMARK_CASES", ((1, 1), (8, 2)))
     assert export.main(words) == 0
     assert "ms an image, batch 1, 1 thread | ms an image, batch 8, 2 threads" in capsys.readouterr().out

@@ -14,7 +14,13 @@ from toolkit.base.errors import BadInput, as_sentences
 from toolkit.tools.export import operators
 from toolkit.tools.export.check import compare_outputs
 from toolkit.tools.export.exported_files import ExportMetadata, write_onnx, write_program
-from toolkit.tools.export.graph import MAX_SIDE, PixelsToBoxes, same_padding, trace, trace_hw
+from toolkit.tools.export.graph import (
+    MAX_SIDE,
+    PixelsToBoxes,
+    same_padding,
+    trace,
+    trace_hw,
+)
 from toolkit.tools.export.grid_sampling import grid_sample_by_gather
 from toolkit.tools.export.write import check_exportable, make_graph
 
@@ -63,7 +69,11 @@ class Layers(torch.nn.Module):
 class CellsAsBoxes(PixelsToBoxes):
     def found(self, images, sizes):
         cells = self.detector(images)
-        return cells[..., :4], cells[..., 4].exp(), torch.zeros_like(cells[..., 4], dtype=torch.int64)
+        return (
+            cells[..., :4],
+            cells[..., 4].exp(),
+            torch.zeros_like(cells[..., 4], dtype=torch.int64),
+        )
 
 
 def same_padded(stride: int) -> CellsAsBoxes:
@@ -117,7 +127,10 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_half_file(write, name, tmp_pa
     if not (tmp_path / name).exists():
         pytest.skip("a file that is a full disk is Linux's")
     program = trace(one_layer(), (96, 128))
-    with pytest.raises(BadInput, match=f"{name}: No space left on device. What to do: make room"), as_sentences():
+    with (
+        pytest.raises(BadInput, match=f"{name}: No space left on device. What to do: make room"),
+        as_sentences(),
+    ):
         write(program, tmp_path / name, ABOUT)
     assert not (tmp_path / name).is_symlink()
 
@@ -132,9 +145,18 @@ def test_boxes_are_pooled_in_a_file_as_in_pytorch():
     corners = torch.rand(5, 2, generator=torch.Generator().manual_seed(0)) * 30
     maps = torch.randn(2, 3, 16, 12, generator=torch.Generator().manual_seed(1))
     boxes = torch.cat([corners, corners + 9], 1)
-    inputs = (maps, boxes, torch.tensor([0, 1, 1, 0, 1]), torch.tensor([True, False, True, True, False]))
+    inputs = (
+        maps,
+        boxes,
+        torch.tensor([0, 1, 1, 0, 1]),
+        torch.tensor([True, False, True, True, False]),
+    )
     torch.library.opcheck(operators.roi_align_where, (*inputs, 0.25, 7, 2), test_utils="test_faketensor")
-    table = {"dynamo": True, "custom_translation_table": operators.TRANSLATIONS, "verbose": False}
+    table = {
+        "dynamo": True,
+        "custom_translation_table": operators.TRANSLATIONS,
+        "verbose": False,
+    }
     (found,) = torch.onnx.export(PooledWhere().eval(), inputs, **table)(*inputs)
     expected = PooledWhere()(*inputs)
     assert expected.shape == (5, 3, 7, 7)

@@ -5,7 +5,16 @@ import importlib.util
 import onnx
 import pytest
 import torch
-from exported_detectors import CATEGORIES, CLASSES, LARGE, SMALL, exported_detector, images_of, scattered, side_of
+from exported_detectors import (
+    CATEGORIES,
+    CLASSES,
+    LARGE,
+    SMALL,
+    exported_detector,
+    images_of,
+    scattered,
+    side_of,
+)
 from PIL import Image
 from report_data import SIZE, table_of
 
@@ -43,7 +52,11 @@ ALL_FILES = ["onnx", "torch", "fp16"]
 OPENVINO = ["openvino"] if importlib.util.find_spec("openvino") else []
 # Each detector as one file, and each file of one detector of either kind. OpenVINO's of RF-DETR finds other boxes.
 FILES = [(name, ["onnx"]) for name in [*SMALL, *LARGE]]
-FILES += [("ssd, few layers", ALL_FILES + OPENVINO), ("d_fine", ALL_FILES + OPENVINO), ("rf_detr", OPENVINO)]
+FILES += [
+    ("ssd, few layers", ALL_FILES + OPENVINO),
+    ("d_fine", ALL_FILES + OPENVINO),
+    ("rf_detr", OPENVINO),
+]
 
 
 @pytest.mark.parametrize(("name", "formats"), FILES)
@@ -75,7 +88,12 @@ def test_every_detector_and_every_file(name, formats, tmp_path):
 
 
 def test_a_file_without_grid_sample_finds_the_same(tmp_path):
-    asked = {"categories": CATEGORIES, "size": {"height": 64, "width": 64}, "source": "here", "grid_sample": False}
+    asked = {
+        "categories": CATEGORIES,
+        "size": {"height": 64, "width": 64},
+        "source": "here",
+        "grid_sample": False,
+    }
     files, graph = export_detector(exported_detector("rt_detr_v2"), tmp_path, ["onnx"], **asked)
     assert "GridSample" not in {node.op_type for node in onnx.load(files["onnx"]).graph.node}
     assert list(batches_agree(graph, files["onnx"], images_of(5, 64, 64))) == [1, 2, 5]

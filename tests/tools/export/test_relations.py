@@ -18,7 +18,10 @@ from toolkit.tools.predict.predict_split import SplitOptions, open_any
 from toolkit.tools.predict.predictor import own_predict, predict_with
 
 SIZE = {"height": 64, "width": 64}
-RELATIONS = {"predicates": ["on", "under", "in"], "detector_options": {"architecture": "rt_detr_v2"} | REAL_TIME}
+RELATIONS = {
+    "predicates": ["on", "under", "in"],
+    "detector_options": {"architecture": "rt_detr_v2"} | REAL_TIME,
+}
 TWO_STAGES = RELATIONS | {
     "mode": "sgdet",
     "head_options": {"dim": 16},
@@ -54,7 +57,12 @@ def assert_same_graphs(found, expected):
         assert len(other["pairs"]) == len(other["triplet_scores"]) >= count
         for key in ("boxes", "scores", "labels"):
             torch.testing.assert_close(one[key], other[key], rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(one["triplet_scores"][:count], other["triplet_scores"][:count], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            one["triplet_scores"][:count],
+            other["triplet_scores"][:count],
+            rtol=1e-4,
+            atol=1e-5,
+        )
         here = {tuple(pair): row for row, pair in enumerate(one["pairs"].tolist())}
         there = {tuple(pair): row for row, pair in enumerate(other["pairs"].tolist())}
         both = [pair for pair in list(here)[:count] if pair in there]
@@ -71,7 +79,17 @@ def graphs_of_the_function(detector) -> list:
     assert detector.graph_obstacle() is None
     with torch.no_grad():
         outputs = [output.numpy() for output in PixelsToGraph(detector)(images)]
-    about = ExportMetadata("x", CATEGORIES, None, "fixed", 32, 0.3, 100, "here", predicates=RELATIONS["predicates"])
+    about = ExportMetadata(
+        "x",
+        CATEGORIES,
+        None,
+        "fixed",
+        32,
+        0.3,
+        100,
+        "here",
+        predicates=RELATIONS["predicates"],
+    )
     found = predict_with(lambda _: outputs, about)(list(images), 0.0)
     assert_same_graphs(found, own_predict(detector, None)(list(images), 0.0))
     return found
@@ -96,7 +114,12 @@ def test_what_was_not_found_takes_no_class_from_what_was():
 def test_an_exported_graph_is_used_like_a_run(name, tmp_path):
     detector = graph_detector(name)
     images = images_of(3, 64, 64)
-    what = {"categories": CATEGORIES, "size": SIZE, "source": "here", "score_threshold": 0.3}
+    what = {
+        "categories": CATEGORIES,
+        "size": SIZE,
+        "source": "here",
+        "score_threshold": 0.3,
+    }
     predictor = open_predictor(export_graph(detector, tmp_path, **what))
     assert list(predictor.predicates) == RELATIONS["predicates"]
     assert_same_graphs(predictor.predict(list(images), 0.0), own_predict(detector, None)(list(images), 0.0))
@@ -116,7 +139,12 @@ def test_an_exported_graph_is_used_like_a_run(name, tmp_path):
     ],
 )
 def test_a_graph_that_cannot_be_exported_says_why(options, words, capsys):
-    options = options | {"predicates": ["on"], "backbone": "test_resnet", "hidden_dim": 16, "embed_dim": 8}
+    options = options | {
+        "predicates": ["on"],
+        "backbone": "test_resnet",
+        "hidden_dim": 16,
+        "embed_dim": 8,
+    }
     detector = build_detector("scene_graph", class_names=CLASSES, **options)
     assert words in detector.graph_obstacle()
     trained = OwnDetector("here", detector, CATEGORIES, None)
@@ -144,5 +172,10 @@ def test_an_exported_graph_is_judged_by_its_recall(tmp_path):
     assert file_line["ms"] > 0
     split = SplitOptions(split=str(tmp_path / "data" / "annotations" / "train.json"))
     said = []
-    open_any(tmp_path / "graph.onnx", None, split, SimpleNamespace(device="cpu", print=said.append))
+    open_any(
+        tmp_path / "graph.onnx",
+        None,
+        split,
+        SimpleNamespace(device="cpu", print=said.append),
+    )
     assert said[-1].endswith("graph.onnx: only its boxes are measured; evaluate.py RUN and export.py measure relations")

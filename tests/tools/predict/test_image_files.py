@@ -71,7 +71,10 @@ def test_addresses_and_a_list_on_the_standard_input(tmp_path, monkeypatch):
     (error,) = errors.values()
     assert "cannot be fetched: File not found" in error
     assert fetched == set(files) - {file}
-    assert list(names_of_outputs(files, fetched, ["voc"]).values()) == ["a b.png", "a%20b.png"]
+    assert list(names_of_outputs(files, fetched, ["voc"]).values()) == [
+        "a b.png",
+        "a%20b.png",
+    ]
 
 
 def test_image_ids_are_those_of_an_annotation_file(tmp_path):
@@ -80,7 +83,11 @@ def test_image_ids_are_those_of_an_annotation_file(tmp_path):
     file.write_text("\ufeff" + content, encoding="utf-8")  # a byte order mark, as where data are read
     assert image_ids_of(file, [Path("here/sub/b.jpg"), Path("here/a.jpg")]) == [4, 9]
     assert image_ids_of(None, [Path("a"), Path("b")]) == [1, 2]
-    for text, words in ((content, "c.jpg"), ("{}", "no COCO file with images"), ("[1]", "found a list")):
+    for text, words in (
+        (content, "c.jpg"),
+        ("{}", "no COCO file with images"),
+        ("[1]", "found a list"),
+    ):
         file.write_text(text)
         with pytest.raises(BadInput, match=words):
             image_ids_of(file, [Path("c.jpg")])

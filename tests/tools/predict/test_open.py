@@ -12,7 +12,12 @@ from toolkit.evaluation.predictions import write_predictions
 from toolkit.models import options_class
 from toolkit.run.open_run import kind_of, open_run
 from toolkit.tools.predict.open import open_predictor
-from toolkit.tools.predict.predict_split import SplitOptions, open_any, open_predictions_file, split_arguments
+from toolkit.tools.predict.predict_split import (
+    SplitOptions,
+    open_any,
+    open_predictions_file,
+    split_arguments,
+)
 
 FILES = {
     "run/config.yaml": "",
@@ -97,7 +102,14 @@ def test_a_device_that_is_not_there_is_one_sentence(device, tmp_path):
     assert usable_device("cpu:0") == usable_device(torch.device("cpu")) == torch.device("cpu")
 
 
-DATA = {"path": None, "name": None, "format": "auto", "train": "a.json", "val": "b.json", "on_error": "drop"}
+DATA = {
+    "path": None,
+    "name": None,
+    "format": "auto",
+    "train": "a.json",
+    "val": "b.json",
+    "on_error": "drop",
+}
 
 
 @pytest.mark.parametrize("given", [{"path": "d"}, {"name": "someone/set"}, {"format": "shapes"}, {}])

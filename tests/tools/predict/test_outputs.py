@@ -19,17 +19,33 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, LabelledImages
 from toolkit.tools.predict.image_files import find_images
-from toolkit.tools.predict.outputs import check_output_folder, clear_outputs, names_of_outputs, write_outputs
+from toolkit.tools.predict.outputs import (
+    check_output_folder,
+    clear_outputs,
+    names_of_outputs,
+    write_outputs,
+)
 from toolkit.tools.predict.program import picture_names
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
 FORMATS = ["json", "jsonl", "coco", "yolo", "voc", "csv"]
-DETECTION = {"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}
+DETECTION = {
+    "category_id": 90,
+    "category": "plate",
+    "bbox": [1.0, 2.0, 4.0, 8.0],
+    "score": 0.5,
+}
 DOCUMENT = {
     "model": "test",
     "categories": [{"id": 7, "name": "cup"}, {"id": 90, "name": "plate"}],
     "images": [
-        {"id": 5, "file_name": "x/a.jpg", "width": 10, "height": 20, "detections": [DETECTION]},
+        {
+            "id": 5,
+            "file_name": "x/a.jpg",
+            "width": 10,
+            "height": 20,
+            "detections": [DETECTION],
+        },
         {"id": 6, "file_name": "y/a.jpg", "width": 10, "height": 20, "detections": []},
     ],
     "errors": [],
@@ -56,18 +72,37 @@ def test_every_format_has_the_same_boxes(tmp_path):
     lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == DOCUMENT["images"]
     (result,) = json.loads((tmp_path / "results.json").read_text())
-    assert result == {"image_id": 5, "category_id": 90, "bbox": [1.0, 2.0, 4.0, 8.0], "score": 0.5}
+    assert result == {
+        "image_id": 5,
+        "category_id": 90,
+        "bbox": [1.0, 2.0, 4.0, 8.0],
+        "score": 0.5,
+    }
     assert (tmp_path / "labels" / "a.txt").read_text() == "1 0.3 0.3 0.4 0.4 0.5\n"
     assert (tmp_path / "labels" / "a_2.txt").read_text() == ""
     assert (tmp_path / "labels" / "classes.txt").read_text() == "cup\nplate\n"
     voc = ElementTree.parse(tmp_path / "annotations" / "a.xml")
-    assert [float(each.text) for each in voc.find("object/bndbox")] == [1.0, 2.0, 5.0, 10.0]  # as our reader takes them
+    assert [float(each.text) for each in voc.find("object/bndbox")] == [
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+    ]  # as our reader takes them
     assert voc.findtext("filename") == "a.jpg"
     assert voc.findtext("object/score") == "0.5"
     first, second = csv.DictReader((tmp_path / "predictions.csv").open(newline=""))
     assert first["image"] == os.path.abspath("x/a.jpg")  # the table lies in another folder
     columns = ("x1", "y1", "x2", "y2", "label", "score", "image_id", "category_id")
-    assert [first[key] for key in columns] == ["1", "2", "5", "10", "plate", "0.5", "5", "90"]
+    assert [first[key] for key in columns] == [
+        "1",
+        "2",
+        "5",
+        "10",
+        "plate",
+        "0.5",
+        "5",
+        "90",
+    ]
     assert second["image"] == os.path.abspath("y/a.jpg")
     assert second["label"] == second["score"] == ""
 
@@ -95,7 +130,14 @@ def test_labels_are_found_again_by_the_images(tmp_path, format, names):
 
 def test_images_that_would_share_a_file_of_labels_are_named_first(tmp_path, capsys):
     images_in(tmp_path / "pictures", "a.jpg", "a.png", "b.png")
-    arguments = ["no_run", str(tmp_path / "pictures"), "--out", str(tmp_path / "out"), "--format", "yolo"]
+    arguments = [
+        "no_run",
+        str(tmp_path / "pictures"),
+        "--out",
+        str(tmp_path / "out"),
+        "--format",
+        "yolo",
+    ]
     assert predict.main(arguments) == 2
     said = capsys.readouterr().err
     assert "a.png would share the file labels/a.txt" in said
@@ -136,8 +178,18 @@ def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
 
 def test_found_boxes_become_a_data_set_to_train_on(tmp_path):
     images_in(tmp_path, "x/a.png", "y/a.png")
-    boxes = [[1, 2, 5, 10], [-3, 4, 4, 9], [12, 1, 15, 9]]  # the third lies outside of its image
-    found = labelled([tmp_path / "x/a.png", tmp_path / "y/a.png"], [2, 1], boxes, [0.5, 0.4, 0.3], [1, 0, 0])
+    boxes = [
+        [1, 2, 5, 10],
+        [-3, 4, 4, 9],
+        [12, 1, 15, 9],
+    ]  # the third lies outside of its image
+    found = labelled(
+        [tmp_path / "x/a.png", tmp_path / "y/a.png"],
+        [2, 1],
+        boxes,
+        [0.5, 0.4, 0.3],
+        [1, 0, 0],
+    )
     write_outputs(DOCUMENT, found, ["a.png", "b.png"], ["coco"], tmp_path / "out")
     entries = json.loads((tmp_path / "out" / "dataset.json").read_text())["annotations"]
     assert [entry["score"] for entry in entries] == [0.5, 0.4]

@@ -17,7 +17,14 @@ from toolkit.evaluation.draw import picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.tools.predict.in_tiles import flipped, tiled
 from toolkit.tools.predict.predict_each import predict_files, predict_table
-from toolkit.tools.predict.predictor import Predictor, as_image, from_report, input_hw, of_classes, own_predict
+from toolkit.tools.predict.predictor import (
+    Predictor,
+    as_image,
+    from_report,
+    input_hw,
+    of_classes,
+    own_predict,
+)
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
 BOX = [0.0, 0.0, 2.0, 2.0]
@@ -40,7 +47,11 @@ def test_images_of_every_kind_are_the_same_image():
     for image in (array, Image.fromarray(array), expected):
         assert torch.equal(as_image(image), expected)
     assert as_image(array[..., 0]).shape == (3, 6, 8)
-    for wrong in (array.astype(np.float32), torch.zeros(6, 8, 3, dtype=torch.uint8), "photo.jpg"):
+    for wrong in (
+        array.astype(np.float32),
+        torch.zeros(6, 8, 3, dtype=torch.uint8),
+        "photo.jpg",
+    ):
         with pytest.raises(BadInput, match="expected a PIL image"):
             as_image(wrong)
 
@@ -92,7 +103,12 @@ def test_images_are_resized_as_in_the_evaluation(height, width, image_size, scal
 def test_json_has_the_original_ids_and_xywh():
     found = found_of([[1.0, 2.0, 4.5, 8.0], [-1.0, 0.0, 3.0, 3.0]], [1, 0], [0.75, 0.5])
     assert detections_as_json(found, CATEGORIES) == [
-        {"category_id": 90, "category": "plate", "bbox": [1.0, 2.0, 3.5, 6.0], "score": 0.75},
+        {
+            "category_id": 90,
+            "category": "plate",
+            "bbox": [1.0, 2.0, 3.5, 6.0],
+            "score": 0.75,
+        },
         {"category_id": 7, "category": "cup", "bbox": [-1.0, 0.0, 4.0, 3.0], "score": 0.5},
     ]
     assert detections_as_json(found_of([], [], []), CATEGORIES) == []
@@ -105,7 +121,13 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
         batches.append(len(images))
         return [found_of([0.0, 0.0, *map(float, image.shape[:0:-1])], [0], [1.0]) for image in images]
 
-    sizes = {"0.png": (8, 6), "1.png": (30, 10), "2.png": (8, 6), "3.png": (9, 7), "4.png": (30, 10)}
+    sizes = {
+        "0.png": (8, 6),
+        "1.png": (30, 10),
+        "2.png": (8, 6),
+        "3.png": (9, 7),
+        "4.png": (30, 10),
+    }
     for name, size in sizes.items():
         Image.new("RGB", size).save(tmp_path / name)
     (tmp_path / "broken.png").write_bytes((tmp_path / "1.png").read_bytes()[:-20])
@@ -155,7 +177,11 @@ PICTURES = [torch.zeros(3, 20, 30, dtype=torch.uint8)] * 3
 
 def test_masks_are_pixels_and_run_lengths_in_json(with_masks):
     found = with_masks(PICTURES, 0.0)
-    assert [each["masks"].shape for each in found] == [(0, 20, 30), (3, 20, 30), (6, 20, 30)]
+    assert [each["masks"].shape for each in found] == [
+        (0, 20, 30),
+        (3, 20, 30),
+        (6, 20, 30),
+    ]
     assert found[2]["masks"].dtype == torch.bool
     assert not found[2]["masks"][:, 2:].any()
     detections = with_masks.predict(PICTURES, 0.0)[2]

@@ -109,7 +109,13 @@ def test_frames_keep_their_times_and_begin_at_0(tmp_path, name, begin_s):
     """Of a variable rate, as of a phone or a screen."""
     times_s = [0, 0.04, 0.08, 1, 1.04, 2, 2.96]
     frames = [frame(index) for index in range(7)]
-    source = write_video(tmp_path / name, "mpeg4", "yuv420p", frames, [begin_s + time_s for time_s in times_s])
+    source = write_video(
+        tmp_path / name,
+        "mpeg4",
+        "yuv420p",
+        frames,
+        [begin_s + time_s for time_s in times_s],
+    )
     out, drawn = tmp_path / "out.jsonl", tmp_path / "out.mp4"
     predict_video(PREDICTOR, source, out, drawn, batch_size=2)
     assert [each["time_s"] for each in lines(out)] == pytest.approx(times_s, abs=0.002)

@@ -74,9 +74,24 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
     assert card.data.license == "apache-2.0"
     assert card.data.pipeline_tag == "object-detection"
     figures = {each.metric_type: each.metric_value for each in card.data.eval_results}
-    assert figures == {"bbox_AP": 0.31, "bbox_AP50": 0.6}  # of the best step, of the averaged weights
-    told = ["--run.name 'cups of tea'", "abc123 with changes", "12 images, 34 boxes", "0.3100", "H100", "cosine"]
-    told += ["2 classes: `cup`, `plate: large`", "predictions.png", "open_predictor", "Intended use"]
+    assert figures == {
+        "bbox_AP": 0.31,
+        "bbox_AP50": 0.6,
+    }  # of the best step, of the averaged weights
+    told = [
+        "--run.name 'cups of tea'",
+        "abc123 with changes",
+        "12 images, 34 boxes",
+        "0.3100",
+        "H100",
+        "cosine",
+    ]
+    told += [
+        "2 classes: `cup`, `plate: large`",
+        "predictions.png",
+        "open_predictor",
+        "Intended use",
+    ]
     for words in told:
         assert words in card.text, words
     assert (run / "final" / "predictions.png").read_text() == "picture"
@@ -99,14 +114,22 @@ def test_nothing_that_is_published_names_the_machine(finished, tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(home))
     run = shutil.copytree(finished, here / "runs" / "cups")
     cups = f"{home}/sets/cups/train.json"
-    model = {"pretrained": f"{here}/runs/first", "backbone_options": {"files": [f"{home}/w.pth"]}}
+    model = {
+        "pretrained": f"{here}/runs/first",
+        "backbone_options": {"files": [f"{home}/w.pth"]},
+    }
     settings = SETTINGS | {
         "data": SETTINGS["data"] | {"train": cups, "val": "/mnt/secret-server/sets/cups/val.json"},
         "model": SETTINGS["model"] | model,
         "loss": {"teacher": "/mnt/secret-server/runs/teacher"},
     }
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    command = [f"{here}/scripts/train_ssd.py", f"--data.train={cups}", "--run.output_dir", f"{here}/runs"]
+    command = [
+        f"{here}/scripts/train_ssd.py",
+        f"--data.train={cups}",
+        "--run.output_dir",
+        f"{here}/runs",
+    ]
     environment = ENVIRONMENT | {"working_directory": str(here), "command_line": command}
     (run / "environment.json").write_text(json.dumps(environment))
     write_card(run / "final", ["cup", "plate"])
@@ -114,7 +137,12 @@ def test_nothing_that_is_published_names_the_machine(finished, tmp_path, monkeyp
     for private in (str(tmp_path), "secret-server", "somebody"):
         assert private not in published
     command = "scripts/train_ssd.py '--data.train=~/sets/cups/train.json' --run.output_dir runs"
-    for public in (command, "`cups/val.json`", "teacher: runs/teacher", "pretrained: runs/first"):
+    for public in (
+        command,
+        "`cups/val.json`",
+        "teacher: runs/teacher",
+        "pretrained: runs/first",
+    ):
         assert public in published, public
 
 
@@ -129,7 +157,19 @@ PUBLIC = [
     ({"a": ["/mnt/a/b/c", 1.5]}, {"a": ["b/c", 1.5]}),
     ("[/mnt/a/b, /mnt/c/d]", "[a/b, c/d]"),
 ]
-PUBLIC += [(same, same) for same in ("runs/cups", "a/b", "s3://bucket/a/b", "https://host/a/b", "1/5", "/x", 3, None)]
+PUBLIC += [
+    (same, same)
+    for same in (
+        "runs/cups",
+        "a/b",
+        "s3://bucket/a/b",
+        "https://host/a/b",
+        "1/5",
+        "/x",
+        3,
+        None,
+    )
+]
 
 
 @pytest.mark.parametrize(("text", "public"), PUBLIC, ids=str)
@@ -231,7 +271,16 @@ def test_a_training_asks_first_and_changes_nothing(hub, monkeypatch, capsys, tmp
 @pytest.mark.slow
 def test_a_training_ends_on_the_hub(hub, tmp_path):
     make_shapes(tmp_path / "shapes", train_images=16, val_images=8, image_size=64)
-    more = ["--run.output_dir", tmp_path, "--run.name", "x", "--run.max_steps", 2, "--hub.push", "me/cups"]
+    more = [
+        "--run.output_dir",
+        tmp_path,
+        "--run.name",
+        "x",
+        "--run.max_steps",
+        2,
+        "--hub.push",
+        "me/cups",
+    ]
     arguments = small_settings(SCRIPTS[-1], tmp_path / "shapes", more)
     env = {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
     code, text = finish(start([sys.executable, ROOT / "scripts" / "train_ssd.py", *arguments], env))

@@ -109,7 +109,12 @@ def run_ended(share, metric_of, ended_by, epochs=100, evaluations=8) -> dict:
         step = round(last * number / evaluations)
         rows.append({"step": step, "val/bbox_AP": metric_of(step / last)})
     config = {"run": {"epochs": epochs}}
-    return {"rows": rows, "config": config, "ended_by": [ended_by], "epochs_made": last / STEPS_PER_EPOCH}
+    return {
+        "rows": rows,
+        "config": config,
+        "ended_by": [ended_by],
+        "epochs_made": last / STEPS_PER_EPOCH,
+    }
 
 
 def rising(made: float) -> float:

@@ -71,7 +71,12 @@ def test_equal_rates_are_seen_both():
 
 
 def test_a_series_is_what_is_a_finite_number():
-    rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": None}, {"step": 3, "a": math.nan}, {"step": 4, "a": 3}]
+    rows = [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": None},
+        {"step": 3, "a": math.nan},
+        {"step": 4, "a": 3},
+    ]
     steps, values = figures.series(rows, "a")
     assert steps.tolist() == [1, 4]
     assert values.tolist() == [1, 3]

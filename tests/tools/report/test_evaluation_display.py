@@ -25,7 +25,11 @@ def test_trackers_get_masks(tmp_path):
         assert not len(labels) or 1 + label in labels or len(row["masks"]) > 1
     layers = _image(wandb, first, display.class_names)._masks
     assert set(layers) == {"ground_truth", "predictions"}
-    assert layers["predictions"]._val["class_labels"] == {0: "background", 1: "class 0", 2: "class 1"}
+    assert layers["predictions"]._val["class_labels"] == {
+        0: "background",
+        1: "class 0",
+        2: "class 1",
+    }
     assert np.array_equal(layers["predictions"]._val["mask_data"], first.found_map)
 
     boxes = shown_evaluation(table, evaluator.matches, scores, 1, None).images[0]

@@ -165,7 +165,17 @@ def test_a_detector_that_has_learned_nothing_has_no_mistake(table, seed, queries
     same = {}
     for image_id in table.image_ids().tolist():
         moved = boxes * (1 + rng.uniform(-spread, spread, boxes.shape))
-        same[image_id] = {"boxes": moved, "scores": scores, "labels": rng.integers(0, 3, queries)}
+        same[image_id] = {
+            "boxes": moved,
+            "scores": scores,
+            "labels": rng.integers(0, 3, queries),
+        }
     for cause in explain_zero_ap(same, table):
-        for words in ("look like", "look normalised", "another scale", "off by one", "another order"):
+        for words in (
+            "look like",
+            "look normalised",
+            "another scale",
+            "off by one",
+            "another order",
+        ):
             assert words not in cause

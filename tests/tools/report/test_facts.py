@@ -32,8 +32,20 @@ def test_every_ending_is_a_setting_and_described():
         # Its epochs were in the way.
         ("run.max_minutes", {}, 1279, 71, f"{NEW} --run.epochs 142 --run.max_minutes 9.5"),
         ("run.epochs", {"max_minutes": None}, 1800, 100, f"{NEW} --run.epochs 200"),
-        ("run.max_steps", {"max_steps": 40, "max_minutes": None}, 40, 2, f"{NEW} --run.max_steps 80"),
-        ("", {"max_steps": 90, "max_minutes": None}, 50, 60, f"{NEW} --run.epochs 120 --run.max_steps 100"),
+        (
+            "run.max_steps",
+            {"max_steps": 40, "max_minutes": None},
+            40,
+            2,
+            f"{NEW} --run.max_steps 80",
+        ),
+        (
+            "",
+            {"max_steps": 90, "max_minutes": None},
+            50,
+            60,
+            f"{NEW} --run.epochs 120 --run.max_steps 100",
+        ),
         (PATIENCE, {}, 50, 60, f"--run.resume latest --{PATIENCE} 6"),
         ("schedule.max_decays", {"max_minutes": None}, 50, 10, NEW),  # the rates begin anew
     ],
@@ -63,7 +75,10 @@ def test_the_command_is_that_which_began_the_run(began, command):
     assert command_that_goes_on(flags, began, Path("runs/a/config.yaml")) == command
 
 
-@pytest.mark.parametrize(("step", "steps_per_epoch", "epochs"), [(4, 10, 0.4), (4, 0, 1), (10, 10, 1), (25, 0, 2.5)])
+@pytest.mark.parametrize(
+    ("step", "steps_per_epoch", "epochs"),
+    [(4, 10, 0.4), (4, 0, 1), (10, 10, 1), (25, 0, 2.5)],
+)
 def test_epochs_are_counted_in_steps(step, steps_per_epoch, epochs):
     rows = [{"step": each, "epoch": (each - 1) // 10} for each in range(1, step + 1)]
     assert epochs_made(rows, steps_per_epoch) == pytest.approx(epochs)

@@ -21,9 +21,19 @@ def training_row(step: int) -> dict:
 
 
 def evaluation_row(step: int) -> dict:
-    row = {"step": step, "epoch": 0, "time_s": 60.0 * step, "val/loss": 1.0, "val/bbox_APl": None}
+    row = {
+        "step": step,
+        "epoch": 0,
+        "time_s": 60.0 * step,
+        "val/loss": 1.0,
+        "val/bbox_APl": None,
+    }
     for prefix, bonus in (("val/", 0), ("val/ema/", 0.05)):
-        row |= {f"{prefix}bbox_AP": AP[step] + bonus, f"{prefix}AP/cat": AP[step], f"{prefix}AP/dog|wolf": None}
+        row |= {
+            f"{prefix}bbox_AP": AP[step] + bonus,
+            f"{prefix}AP/cat": AP[step],
+            f"{prefix}AP/dog|wolf": None,
+        }
     return row
 
 
@@ -119,7 +129,10 @@ def test_settings_are_those_in_force_and_the_state_that_is_told(run):
 )
 def test_a_name_of_a_class_does_nothing_to_the_report(tmp_path, name):
     """Neither mathematics that matplotlib cannot read nor markup, a link or another row of the table."""
-    write_metrics(tmp_path, [{"step": step, "epoch": 0, "val/bbox_AP": 0.1, f"val/AP/{name}": 0.1} for step in (1, 2)])
+    write_metrics(
+        tmp_path,
+        [{"step": step, "epoch": 0, "val/bbox_AP": 0.1, f"val/AP/{name}": 0.1} for step in (1, 2)],
+    )
     text = write_report(tmp_path).read_text()
     assert f"| {in_markdown(name)} | 0.1000 | 0.1000 |" in text
     assert f"| {name} |" not in text

@@ -16,7 +16,11 @@ def simulated(boxes, rng):
     seen = rng.random(3) > 0.02
     predicted = np.where(rng.random(3) < 0.98, labels, rng.integers(0, 3, 3))
     moved = boxes + rng.normal(0, 0.04, boxes.shape) * sides
-    found = {"boxes": moved[seen], "labels": predicted[seen], "scores": rng.beta(12, 2, 3)[seen]}
+    found = {
+        "boxes": moved[seen],
+        "labels": predicted[seen],
+        "scores": rng.beta(12, 2, 3)[seen],
+    }
     return found, boxes[~seen | (predicted != labels)]
 
 
@@ -75,7 +79,12 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
 
 def test_a_moved_box_and_what_was_found_in_its_place_are_one_suspect(tmp_path):
     right, seen, moved = [10, 10, 30, 50], [10, 110, 30, 150], [28, 110, 48, 150]
-    table = table_of(tmp_path, [[(right, 0)]] * 25 + [[(right, 0), (moved, 0)]], draw=False, size=(200, 200))
+    table = table_of(
+        tmp_path,
+        [[(right, 0)]] * 25 + [[(right, 0), (moved, 0)]],
+        draw=False,
+        size=(200, 200),
+    )
     matched = matched_of(table, [[(right, 0, 0.9)]] * 25 + [[(right, 0, 0.9), (seen, 0, 0.9)]])
     (suspect,) = suspects(matched)
     assert (suspect.kind, suspect.image, suspect.det, suspect.gt) == ("place", 25, 26, 26)

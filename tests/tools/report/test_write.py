@@ -66,10 +66,18 @@ def judged_of(table, predictions, name="x"):
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data with <b> & ü")
-    images = [[([10, 10, 50, 60], 0), ([70, 30, 120, 100], 1)], [([20, 20, 90, 90], 1)], []] * 4
+    images = [
+        [([10, 10, 50, 60], 0), ([70, 30, 120, 100], 1)],
+        [([20, 20, 90, 90], 1)],
+        [],
+    ] * 4
     table = table_of(folder, images, ('<cat> & "co"', "dog|wolf"))
     found = [
-        [([12, 11, 50, 60], 0, 0.9), ([70, 30, 120, 100], 0, 0.8), ([5, 80, 40, 110], 1, 0.7)],
+        [
+            ([12, 11, 50, 60], 0, 0.9),
+            ([70, 30, 120, 100], 0, 0.8),
+            ([5, 80, 40, 110], 1, 0.7),
+        ],
         [([20, 20, 90, 60], 1, 0.85), ([20, 20, 92, 90], 1, 0.6)],
         [([20, 20, 60, 60], 0, 0.95)],
     ]
@@ -84,9 +92,21 @@ def test_a_page_is_one_file_with_all_sections(case, tmp_path):
     judged = judged_of(table, predictions, "try <1>")
     rows = []
     for step in range(1, 40):
-        losses = {"train/loss": 1 / step, "train/loss_ce": 1 / step, "train/loss_ce_unscaled": 0.5 / step}
+        losses = {
+            "train/loss": 1 / step,
+            "train/loss_ce": 1 / step,
+            "train/loss_ce_unscaled": 0.5 / step,
+        }
         rows.append({"step": step, "epoch": 0, "train/lr/all": 0.1, "train/grad_norm": float(step)} | losses)
-    rows.append({"step": 40, "epoch": 0, "val/bbox_AP": 0.2, "val/loss_ce_unscaled": 0.3, "val/loss": 0.4})
+    rows.append(
+        {
+            "step": 40,
+            "epoch": 0,
+            "val/bbox_AP": 0.2,
+            "val/loss_ce_unscaled": 0.3,
+            "val/loss": 0.4,
+        }
+    )
     facts = RunFacts(rows, {}, "a: <1>", "{}", "state done")
     page = write_page(tmp_path / "report", judged, facts, "try <1>")
     text = page.read_text()
@@ -116,7 +136,14 @@ def test_images_that_cannot_be_read_are_counted(tmp_path):
 @pytest.mark.parametrize(("boxes", "found"), [([], [(BOX, 0, 0.5)]), ([(BOX, 0)], [])])
 def test_no_boxes_and_no_predictions_have_a_page(tmp_path, boxes, found):
     table = table_of(tmp_path, [boxes, []])
-    checked(write_page(tmp_path / "page", judged_of(table, predictions_of(table, [found, []])), RunFacts(), "x"))
+    checked(
+        write_page(
+            tmp_path / "page",
+            judged_of(table, predictions_of(table, [found, []])),
+            RunFacts(),
+            "x",
+        )
+    )
 
 
 def test_a_comparison_is_one_file(case, tmp_path):
@@ -128,7 +155,10 @@ def test_a_comparison_is_one_file(case, tmp_path):
     assert "better by" in text
     assert "trained in" not in text  # nothing is known of it
     pictured = re.findall("<figure class=picture>.*?<figcaption>(.), ", text)
-    assert pictured[:2] == ["a", "b"]  # the images that changed most, of the first and of the last
+    assert pictured[:2] == [
+        "a",
+        "b",
+    ]  # the images that changed most, of the first and of the last
     content = json.loads((tmp_path / "report.json").read_text())
     assert len(content["detectors"]) == 2
     assert content["differences"][0]["metric"] == "AP"

@@ -53,7 +53,14 @@ def swept(path: Path, out: Path, count: int) -> int:
 
 
 def command(path: Path, out: Path, *more) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / "sweep.py"), str(path), "--out", str(out), *map(str, more)]
+    return [
+        sys.executable,
+        str(ROOT / "scripts" / "sweep.py"),
+        str(path),
+        "--out",
+        str(out),
+        *map(str, more),
+    ]
 
 
 def killed_in_third_trial(path: Path, out: Path, environment: dict) -> None:
@@ -81,14 +88,28 @@ def test_every_sweep_here_can_be_read(path):
 
 def test_a_sweep_says_all_that_is_wrong_with_it(tmp_path):
     wrong = {"optim.lr": RATES | {"min": 0}, "a": 3, "b": {"min": 1}}
-    path = written(tmp_path, method="best", metric="AP", parameters=wrong, typo=1, early_terminate={"min_iter": "2"})
+    path = written(
+        tmp_path,
+        method="best",
+        metric="AP",
+        parameters=wrong,
+        typo=1,
+        early_terminate={"min_iter": "2"},
+    )
     said = "(?s)no such key typo.*min_iter is '2'.*method is 'best'.*metric is 'AP'.*lr: from 0.*a: 3.*b: 'max'"
     with pytest.raises(BadInput, match=said):
         read_sweep(path)
 
 
 def test_parameters_are_whole_numbers_numbers_or_values(tmp_path):
-    path = written(tmp_path, parameters={"a": {"min": 1, "max": 9}, "b": {"min": 0.5, "max": 1}, "c": {"value": 7}})
+    path = written(
+        tmp_path,
+        parameters={
+            "a": {"min": 1, "max": 9},
+            "b": {"min": 0.5, "max": 1},
+            "c": {"value": 7},
+        },
+    )
     assert read_sweep(path).parameters == {
         "a": Parameter(low=1, high=9, is_int=True),
         "b": Parameter(low=0.5, high=1),
@@ -192,7 +213,9 @@ def test_a_trial_worse_than_the_others_is_pruned(tmp_path, monkeypatch):
         assert 2 <= int(row["evaluations"]) < 4
 
 
-def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the_best(tmp_path):
+def test_the_curve_of_a_rate_stops_where_it_diverges_and_proposes_a_tenth_of_the_best(
+    tmp_path,
+):
     rates = [10 ** (i / 10) for i in range(-60, 1)]
     losses = [(rate, 2.0 - min(1.0, rate * 100) if rate < 0.02 else (rate / 0.02) ** 2) for rate in rates]
     curve = find_rate.smooth_losses(losses)
@@ -216,7 +239,11 @@ def tiny(tmp_path) -> list[str]:
 @pytest.mark.slow
 def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_path, tiny):
     words = ["${interpreter}", "${program}", *tiny, "${args}"]
-    content = {"program": str(TRAIN), "command": words, "metric": {"name": "val/loss", "goal": "minimize"}}
+    content = {
+        "program": str(TRAIN),
+        "command": words,
+        "metric": {"name": "val/loss", "goal": "minimize"},
+    }
     path = written(tmp_path, **content, parameters={"optim.lr": RATES | {"max": 1e-2}})
     out = tmp_path / "out"
     killed_in_third_trial(path, out, CPU)
@@ -224,7 +251,16 @@ def test_a_sweep_of_trainings_is_killed_resumed_and_one_is_trained_again(tmp_pat
     assert column(out, "trial") == list("0123")
     assert set(column(out, "state")) == {"COMPLETE"}
     config = out / "trial_00002" / "config.yaml"
-    again = [sys.executable, TRAIN, "--config", config, "--run.output_dir", tmp_path, "--run.name", "again"]
+    again = [
+        sys.executable,
+        TRAIN,
+        "--config",
+        config,
+        "--run.output_dir",
+        tmp_path,
+        "--run.name",
+        "again",
+    ]
     subprocess.run(list(map(str, again)), env=os.environ | CPU, check=True)
     ours = checkpoint_tensors(tmp_path / "again" / "checkpoints" / "latest")
     theirs = checkpoint_tensors(out / "trial_00002" / "checkpoints" / "latest")
