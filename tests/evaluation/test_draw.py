@@ -1,18 +1,12 @@
 """Pictures of detections: boxes, names, masks and relations."""
 
 import numpy as np
-import pytest
 import torch
 from mask_data import pixels_of, random_masks
-from PIL import Image, ImageDraw
+from PIL import Image
 from report_data import found_of, table_of
 
 from toolkit.base.masks import rles_of
-from toolkit.detectors.scene_graphs.graph_pictures import (
-    draw_arrow,
-    draw_found,
-    left_out_in_words,
-)
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.draw import (
     CLASS_COLOURS,
@@ -131,62 +125,6 @@ def test_the_same_images_with_boxes_every_time(tmp_path):
     first = draw_predictions(table, nothing, 4, tmp_path / "out" / "1.png")
     second = draw_predictions(table, nothing, 4, tmp_path / "out" / "2.png")
     assert first.read_bytes() == second.read_bytes()
-
-
-PREDICATES = ["on", "under", "in", "beside"]
-
-
-def with_relation(boxes, labels, pairs, predicates) -> dict:
-    graph = found_of(boxes, labels, [0.9] * len(boxes))
-    graph |= {"pairs": torch.tensor(pairs), "predicates": torch.tensor(predicates)}
-    return graph | {"triplet_scores": torch.full((len(pairs),), 0.5)}
-
-
-def drawn_graph(graph, path, **options) -> np.ndarray:
-    image = torch.zeros(3, 320, 640, dtype=torch.uint8)
-    return np.asarray(Image.open(draw_found(image, graph, ["cup", "plate"], PREDICATES, path, **options)))
-
-
-def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
-    graph = with_relation([[10, 140, 50, 180], [590, 140, 630, 180]], [0, 1], [[0, 1]], [3])
-    rows, columns = pixels_in(drawn_graph(graph, tmp_path / "graph.png")[:, :640], 3).nonzero()
-    assert 150 < rows.min() <= rows.max() < 175
-    assert columns.min() < 35
-    assert 600 < columns.max() < 612
-    unsure = drawn_graph(graph, tmp_path / "none.png", relation_score=0.6)
-    assert not pixels_in(unsure[:, :640], 3).any()
-
-    picture = Image.new("RGB", (100, 100))
-    draw_arrow(ImageDraw.Draw(picture), (50, 10), (50, 90), CLASS_COLOURS[0], 8, gap=20)
-    rows = pixels_in(picture, 0).any(1).nonzero()[0]
-    assert rows.min() == 10
-    assert 64 < rows.max() <= 70, "it ends before its object"
-
-
-def test_beside_the_picture_objects_lie_on_a_circle(tmp_path):
-    """In the order of their angles around their middle: 0 left, 1, 2 below right."""
-    boxes = [[x, y, x, y] for x, y in ((100, 100), (200, 100), (150, 300), (600, 20))]
-    graph = with_relation(boxes, [0, 1, 0, 1], [[0, 2], [0, 1]], [3, 2])
-    rows, columns = pixels_in(drawn_graph(graph, tmp_path / "graph.png")[:, 640:], 3).nonzero()
-    assert columns.min() < 100
-    assert rows.min() > 140
-    assert rows.max() > 200
-
-
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        ((1, 1, 20, 0.0), ""),
-        ((0, 0, 20, 0.0), "no relations"),
-        ((20, 100, 20, 0.0), "20 of 100 relations are drawn"),
-        (
-            (0, 9, 20, 0.5),
-            "0 of 9 relations are drawn: no other has a score of 0.5 or more",
-        ),
-    ],
-)
-def test_relations_that_are_left_out_are_told(numbers, words):
-    assert left_out_in_words(*numbers) == words
 
 
 BLACK = (0, 0, 0)
