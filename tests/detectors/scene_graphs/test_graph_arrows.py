@@ -15,12 +15,12 @@ def pixels_in(picture, label: int) -> tuple:
     return (np.asarray(picture)[..., :3] == colour).all(-1).nonzero()
 
 
-def drawn(path, boxes, pair, **options) -> np.ndarray:
-    """A picture of 640 x 320 with one relation, of predicate 3, and its graph beside it."""
+def drawn(path, boxes, pairs, **options) -> np.ndarray:
+    """A picture of 640 x 320 with relations, the first of predicate 3, and their graph beside it."""
     graph = found_of(boxes, [0, 1] * (len(boxes) // 2), [0.9] * len(boxes))
-    graph["pairs"] = torch.tensor([pair])
-    graph["predicates"] = torch.tensor([3])
-    graph["triplet_scores"] = torch.tensor([0.5])
+    graph["pairs"] = torch.tensor(pairs)
+    graph["predicates"] = torch.tensor([3, 2])[: len(pairs)]
+    graph["triplet_scores"] = torch.full((len(pairs),), 0.5)
     image = torch.zeros(3, 320, 640, dtype=torch.uint8)
     path = draw_found(image, graph, ["cup", "plate"], ["on", "under", "in", "beside"], path, **options)
     return np.asarray(Image.open(path))
@@ -28,11 +28,11 @@ def drawn(path, boxes, pair, **options) -> np.ndarray:
 
 def test_a_relation_is_an_arrow_from_its_subject_to_its_object(tmp_path):
     boxes = [[10, 140, 50, 180], [590, 140, 630, 180]]
-    rows, columns = pixels_in(drawn(tmp_path / "a.png", boxes, [0, 1])[:, :640], 3)
+    rows, columns = pixels_in(drawn(tmp_path / "a.png", boxes, [[0, 1]])[:, :640], 3)
     assert 150 < rows.min() <= rows.max() < 175
     assert columns.min() < 35
     assert 600 < columns.max() < 612
-    unsure = drawn(tmp_path / "b.png", boxes, [0, 1], relation_score=0.6)
+    unsure = drawn(tmp_path / "b.png", boxes, [[0, 1]], relation_score=0.6)
     assert not len(pixels_in(unsure[:, :640], 3)[0])
 
 
@@ -47,7 +47,7 @@ def test_an_arrow_ends_before_its_object():
 def test_beside_the_picture_objects_lie_on_a_circle(tmp_path):
     """In the order of their angles around their middle: 0 left, 1, 2 below right."""
     boxes = [[x, y, x, y] for x, y in ((100, 100), (200, 100), (150, 300), (600, 20))]
-    rows, columns = pixels_in(drawn(tmp_path / "a.png", boxes, [0, 2])[:, 640:], 3)
+    rows, columns = pixels_in(drawn(tmp_path / "a.png", boxes, [[0, 2], [0, 1]])[:, 640:], 3)
     assert columns.min() < 100
     assert rows.min() > 140
     assert rows.max() > 200
