@@ -218,3 +218,12 @@ def test_a_mask_without_a_pixel_loses_no_detection(tmp_path):
     assert [entry["segmentation"] for entry in results] == [mask.as_json() for mask in masks]
     assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 3
     assert (tmp_path / "annotations" / "a.xml").read_text().count("<object>") == 2
+
+
+def test_a_score_threshold_is_a_score(capsys):
+    for text, words in (("50", "did you mean 0.5?"), ("-0.1", "expected a number from 0 to 1, or auto"), ("nan", "")):
+        with pytest.raises(SystemExit) as ended:
+            predict.main(["runs/none", "a.png", "--out", "out", f"--score-threshold={text}"])
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
+    assert predict.score_or_auto("auto") == "auto"
