@@ -11,7 +11,7 @@ from exported_detectors import SMALL
 from huggingface_hub import ModelCard
 from launching import SCRIPTS, finish, small_settings, start
 from local_hub import local_hub
-from places import ROOT
+from places import ASSETS, ROOT
 from safetensors.torch import load_file
 
 from scripts import train_ssd
@@ -25,40 +25,12 @@ from toolkit.tools.publish.push import check_push, final_folder, push, write_run
 from toolkit.tools.shapes import make_shapes
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate: large")]
-SETTINGS = {
-    "model": {"architecture": "ssd", "backbone": "lcnet_035"},
-    "data": {"train": "train.json", "val": "val.json", "format": "coco", "name": None},
-    "optim": {"lr": 0.001},
-    "schedule": {"name": "cosine"},
-    "eval": {"metric_for_best": "ema/bbox_AP"},
-}
-ENVIRONMENT = {
-    "command_line": ["scripts/train_ssd.py", "--run.name", "cups of tea"],
-    "seed": 3,
-    "processes": 2,
-    "packages": {"torch": "2.11"},
-    "git": {"commit": "abc123", "dirty": True},
-    "hardware": {"gpus": ["H100"]},
-    "data": {"train": {"images": 12, "boxes": 34}},
-}
-METRICS = """{"step": 5, "val/bbox_AP": 0.1, "val/ema/bbox_AP": 0.31, "val/ema/bbox_AP50": 0.6}
-{"step": 10, "val/bbox_AP": 0.1, "val/ema/bbox_AP": 0.29, "val/ema/bbox_AP50": 0.6}
-{"step": 12, "val/em"""  # torn by a kill
+FINISHED = ASSETS / "finished_run"  # without its weights; the last row of its metrics is torn by a kill
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "cups"
-    files = {
-        "config.yaml": yaml.safe_dump(SETTINGS),
-        "environment.json": json.dumps(ENVIRONMENT),
-        "metrics.jsonl": METRICS,
-        "checkpoints/best/state.json": '{"step": 5}',
-        "report/pictures/step_000005.png": "picture",
-    }
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
+    folder = shutil.copytree(FINISHED, tmp_path_factory.mktemp("runs") / "cups")
     detector = build_detector("ssd", class_names=[category.name for category in CATEGORIES], **SMALL["ssd"])
     detector.save_final(folder / "final", CATEGORIES, {"height": 64, "width": 64})
     return folder
@@ -114,23 +86,15 @@ def test_nothing_that_is_published_names_the_machine(finished, tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(home))
     run = shutil.copytree(finished, here / "runs" / "cups")
     cups = f"{home}/sets/cups/train.json"
-    model = {
-        "pretrained": f"{here}/runs/first",
-        "backbone_options": {"files": [f"{home}/w.pth"]},
-    }
-    settings = SETTINGS | {
-        "data": SETTINGS["data"] | {"train": cups, "val": "/mnt/secret-server/sets/cups/val.json"},
-        "model": SETTINGS["model"] | model,
-        "loss": {"teacher": "/mnt/secret-server/runs/teacher"},
-    }
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["data"] |= {"train": cups, "val": "/mnt/secret-server/sets/cups/val.json"}
+    settings["model"] |= {"pretrained": f"{here}/runs/first", "backbone_options": {"files": [f"{home}/w.pth"]}}
+    settings["loss"] = {"teacher": "/mnt/secret-server/runs/teacher"}
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    command = [
-        f"{here}/scripts/train_ssd.py",
-        f"--data.train={cups}",
-        "--run.output_dir",
-        f"{here}/runs",
-    ]
-    environment = ENVIRONMENT | {"working_directory": str(here), "command_line": command}
+    environment = json.loads((run / "environment.json").read_text())
+    environment["working_directory"] = str(here)
+    environment["command_line"] = [f"{here}/scripts/train_ssd.py", f"--data.train={cups}"]
+    environment["command_line"] += ["--run.output_dir", f"{here}/runs"]
     (run / "environment.json").write_text(json.dumps(environment))
     write_card(run / "final", ["cup", "plate"])
     published = "".join(path.read_text() for path in (run / "final").iterdir() if path.suffix in (".md", ".json"))
