@@ -38,10 +38,7 @@ def test_numbers_are_those_of_gluoncv(tmp_path, case):
 
 def test_a_second_prediction_of_a_box_is_wrong(tmp_path):
     table = table_of(tmp_path, [[(BOX, 0), (FAR, 0)], [(BOX, 0, True)]], draw=False)
-    found = [
-        [(BOX, 0, 0.9), (BOX, 0, 0.8), (FAR, 0, 0.7)],
-        [(BOX, 0, 0.95)],
-    ]  # right, again, right; difficult
+    found = [[(BOX, 0, 0.9), (BOX, 0, 0.8), (FAR, 0, 0.7)], [(BOX, 0, 0.95)]]  # right, again, right; difficult
     result = metrics_of(table, found)
     assert result["voc12/cat"] == pytest.approx(0.5 + 0.5 * 2 / 3)
     assert result["voc07/cat"] == pytest.approx((6 + 5 * 2 / 3) / 11)

@@ -82,12 +82,7 @@ def test_every_format_has_the_same_boxes(tmp_path):
     assert (tmp_path / "labels" / "a_2.txt").read_text() == ""
     assert (tmp_path / "labels" / "classes.txt").read_text() == "cup\nplate\n"
     voc = ElementTree.parse(tmp_path / "annotations" / "a.xml")
-    assert [float(each.text) for each in voc.find("object/bndbox")] == [
-        1.0,
-        2.0,
-        5.0,
-        10.0,
-    ]  # as our reader takes them
+    assert [float(each.text) for each in voc.find("object/bndbox")] == [1.0, 2.0, 5.0, 10.0]  # as our reader takes them
     assert voc.findtext("filename") == "a.jpg"
     assert voc.findtext("object/score") == "0.5"
     first, second = csv.DictReader((tmp_path / "predictions.csv").open(newline=""))
@@ -178,11 +173,7 @@ def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
 
 def test_found_boxes_become_a_data_set_to_train_on(tmp_path):
     images_in(tmp_path, "x/a.png", "y/a.png")
-    boxes = [
-        [1, 2, 5, 10],
-        [-3, 4, 4, 9],
-        [12, 1, 15, 9],
-    ]  # the third lies outside of its image
+    boxes = [[1, 2, 5, 10], [-3, 4, 4, 9], [12, 1, 15, 9]]  # the third lies outside of its image
     found = labelled(
         [tmp_path / "x/a.png", tmp_path / "y/a.png"],
         [2, 1],

@@ -46,10 +46,7 @@ def test_the_card_is_read_by_the_hub_and_says_where_the_model_comes_from(run):
     assert card.data.license == "apache-2.0"
     assert card.data.pipeline_tag == "object-detection"
     figures = {each.metric_type: each.metric_value for each in card.data.eval_results}
-    assert figures == {
-        "bbox_AP": 0.31,
-        "bbox_AP50": 0.6,
-    }  # of the best step, of the averaged weights
+    assert figures == {"bbox_AP": 0.31, "bbox_AP50": 0.6}  # of the best step, of the averaged weights
     told = [
         "--run.name 'cups of tea'",
         "abc123 with changes",

@@ -47,10 +47,7 @@ def test_graphs_travel_with_their_boxes_through_a_file(tmp_path):
     judged = judge("graphs", read, table, draws=10)
     assert judged.graphs.mode == "sgdet"
     assert judged.graphs.row["R@100"] == pytest.approx(0.5)
-    assert judged.graphs.confusions.tolist() == [
-        [0, 3, 0],
-        [0, 3, 0],
-    ]  # "on" is taken for "under"
+    assert judged.graphs.confusions.tolist() == [[0, 3, 0], [0, 3, 0]]  # "on" is taken for "under"
     assert judged.graphs.recall.tolist() == [0, 1]
     assert judged.graphs.whole == 0
     json.dumps(as_json(judged))

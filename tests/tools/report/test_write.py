@@ -155,10 +155,7 @@ def test_a_comparison_is_one_file(case, tmp_path):
     assert "better by" in text
     assert "trained in" not in text  # nothing is known of it
     pictured = re.findall("<figure class=picture>.*?<figcaption>(.), ", text)
-    assert pictured[:2] == [
-        "a",
-        "b",
-    ]  # the images that changed most, of the first and of the last
+    assert pictured[:2] == ["a", "b"]  # the images that changed most, of the first and of the last
     content = json.loads((tmp_path / "report.json").read_text())
     assert len(content["detectors"]) == 2
     assert content["differences"][0]["metric"] == "AP"
