@@ -159,7 +159,8 @@ def predict_case(case, rank=0, world_size=1, stop=int):
 
 
 def cases_of_rank():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     results = {case: predict_case(case, rank, world_size) for case in ON_RANKS}
     return results | {"stopped": predict_case("one class", rank, world_size, stop=lambda: 12 * rank)}
 

@@ -109,7 +109,8 @@ def matched_of(table, images):
 def random_case(folder, images=30, classes=4, seed=0, crowd=0.1, scores=1000, dets=25):
     """Noisy predictions with duplicates, confusions, inventions and, with few `scores`, many ties."""
     rng = np.random.default_rng(seed)
-    truth, found = [], []
+    truth = []
+    found = []
     for _ in range(images):
         count = rng.integers(0, 6)
         low = rng.uniform(0, 90, (count, 2))
@@ -124,10 +125,8 @@ def random_case(folder, images=30, classes=4, seed=0, crowd=0.1, scores=1000, de
                 label = int(labels[at]) if rng.random() < 0.8 else int(rng.integers(classes))
             else:
                 corner = rng.uniform(0, 100, 2)
-                box, label = (
-                    np.concatenate([corner, corner + rng.uniform(5, 50, 2)]),
-                    int(rng.integers(classes)),
-                )
+                box = np.concatenate([corner, corner + rng.uniform(5, 50, 2)])
+                label = int(rng.integers(classes))
             box = np.concatenate([np.minimum(box[:2], box[2:]), np.maximum(box[:2], box[2:]) + 1])
             detections.append((box, label, (rng.integers(scores) + 1) / (scores + 1)))
         found.append(detections)

@@ -83,7 +83,9 @@ def read_offline_wandb(path: Path) -> Iterator:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, parts = Path(path).read_bytes(), 7, b""
+    data = Path(path).read_bytes()
+    position = 7
+    parts = b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768
         if left < 7:  # padding at the end of a block

@@ -30,7 +30,8 @@ def here(tmp_path, monkeypatch):
 
 def test_detections_become_those_of_supervision(here):
     supervision = pytest.importorskip("supervision", reason="supervision is not installed")
-    exec(example("supervision"), values := {})
+    values = {}
+    exec(example("supervision"), values)
     detections = values["detections"]
     assert isinstance(detections, supervision.Detections)
     assert len(detections) == len(values["found"]["scores"]) > 0
@@ -42,7 +43,8 @@ def test_predictions_become_a_data_set_of_fiftyone(here):
     fiftyone = pytest.importorskip("fiftyone", reason="fiftyone is not installed")
     assert predict.main(["runs/detr", "photo.jpg", "--out", "found"]) == 0
     samples_alone, _ = example("fiftyone").split("dataset = ")
-    exec(samples_alone, values := {})
+    values = {}
+    exec(samples_alone, values)
     [sample] = values["samples"]
     assert Path(sample.filepath) == here / "photo.jpg"
     assert sample.predictions.detections
@@ -52,7 +54,7 @@ def test_predictions_become_a_data_set_of_fiftyone(here):
         assert 0 <= x <= x + width <= 1.0001
         assert 0 <= y <= y + height <= 1.0001
     try:
-        exec(example("fiftyone"), values := {})
+        exec(example("fiftyone"), values)
     except fiftyone.core.config.FiftyOneConfigError:
         pytest.skip("FiftyOne has no MongoDB on this machine; its samples are right")
     assert values["dataset"].count("predictions.detections") == len(sample.predictions.detections)

@@ -22,7 +22,8 @@ CATEGORIES = [Category(1, "square")]
 def frame(index: int) -> np.ndarray:
     """A bright square that moves on a dark picture of noise."""
     picture = np.random.default_rng(index).integers(0, 60, (48, 64, 3), dtype=np.uint8)
-    x, y = 3 + index % 44, 5 + index // 2 % 28
+    x = 3 + index % 44
+    y = 5 + index // 2 % 28
     picture[y : y + 12, x : x + 12] = 250
     return picture
 
@@ -31,7 +32,9 @@ def write_video(path: Path, codec: str, pixels: str, frames, times_s=None, aspec
     """A film of 64 x 48. times_s: of each frame; None: as 25 frames a second say."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25)
-        stream.pix_fmt, stream.height, stream.width = pixels, 48, 64
+        stream.pix_fmt = pixels
+        stream.height = 48
+        stream.width = 64
         if times_s is not None:
             stream.codec_context.time_base = Fraction(1, 1000)
         if aspect is not None:
@@ -72,7 +75,8 @@ def test_lossless_frames_have_the_boxes_of_their_pictures(tmp_path):
     frames = [frame(i) for i in range(30)]
     video = write_lossless(tmp_path / "film.mkv", frames)
     pictures = find_squares([torch.from_numpy(picture).permute(2, 0, 1) for picture in frames], 0)
-    out, drawn = tmp_path / "out" / "film.jsonl", tmp_path / "out" / "film.mp4"
+    out = tmp_path / "out" / "film.jsonl"
+    drawn = tmp_path / "out" / "film.mp4"
     assert predict_video(PREDICTOR, video, out, drawn) == (30, None)
     found = lines(out)
     assert [each["detections"] for each in found] == [detections_as_json(each, CATEGORIES) for each in pictures]
@@ -116,7 +120,8 @@ def test_frames_keep_their_times_and_begin_at_0(tmp_path, name, begin_s):
         frames,
         [begin_s + time_s for time_s in times_s],
     )
-    out, drawn = tmp_path / "out.jsonl", tmp_path / "out.mp4"
+    out = tmp_path / "out.jsonl"
+    drawn = tmp_path / "out.mp4"
     predict_video(PREDICTOR, source, out, drawn, batch_size=2)
     assert [each["time_s"] for each in lines(out)] == pytest.approx(times_s, abs=0.002)
     with av.open(str(drawn)) as container:

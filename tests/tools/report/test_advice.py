@@ -87,7 +87,8 @@ def test_as_many_queries_as_boxes_are_too_few(noisy, factor, told):
 )
 def test_small_objects_have_the_size_that_tiles_show_them_at(tmp_path, tile, pixels, words):
     """Half of the objects are small and not found; in tiles of pictures of 160 px they are seen larger."""
-    small, large = [10, 10, 30, 30], [40, 40, 110, 110]
+    small = [10, 10, 30, 30]
+    large = [40, 40, 110, 110]
     found = [[([60, 60, 70, 70], 0, 0.5), (large, 1, 0.9)]] * 10
     judged = judged_on(tmp_path, [[(small, 0), (large, 1)]] * 10, found)
     data = {"image_size": 80, "tile": tile, "tile_overlap": 0.2, "tile_visible": 0.25}

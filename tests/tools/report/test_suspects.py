@@ -78,7 +78,9 @@ def test_planted_mistakes_of_the_annotation_are_listed(tmp_path):
 
 
 def test_a_moved_box_and_what_was_found_in_its_place_are_one_suspect(tmp_path):
-    right, seen, moved = [10, 10, 30, 50], [10, 110, 30, 150], [28, 110, 48, 150]
+    right = [10, 10, 30, 50]
+    seen = [10, 110, 30, 150]
+    moved = [28, 110, 48, 150]
     table = table_of(
         tmp_path,
         [[(right, 0)]] * 25 + [[(right, 0), (moved, 0)]],
