@@ -95,6 +95,12 @@ def test_other_content_is_refused(case, file, content):
         read_predictions(rewritten(file, content), case[0])
 
 
+def test_ten_faults_are_listed(case, file):
+    with pytest.raises(BadInput) as refused:
+        read_predictions(rewritten(file, [DETECTION | {"score": None}] * 30), case[0])
+    assert len(refused.value.problems) == 10
+
+
 def test_a_predictions_file_ends_in_json(case, tmp_path):
     table, predictions = case
     with pytest.raises(BadInput, match=".json"):
@@ -296,7 +302,7 @@ def test_polygons_and_masks_without_boxes_of_another_program_are_read(masks, mas
 
 
 WRONG_MASKS = {
-    "the run lengths cover 4": {"segmentation": {"size": [3, 3], "counts": [4]}},
+    "mask cannot be used: the run lengths cover 4": {"segmentation": {"size": [3, 3], "counts": [4]}},
     "outline is 1200000 pixels long": {"segmentation": [[0, 0, 60, 60] * 10_000]},
     "has no segmentation": {},
     "run lengths cannot be read": {"segmentation": {"size": list(SIZE), "counts": "\x05"}},
@@ -308,6 +314,8 @@ def test_a_mask_that_cannot_be_used_is_named_with_its_detection(masks, mask_file
     entries = json.loads(mask_file.read_text())
     del entries[1]["segmentation"]
     entries[1] |= WRONG_MASKS[words]
+    if "cannot be used" in words:
+        del entries[1]["bbox"]  # which is then that of the mask
     with pytest.raises(BadInput, match=f"detection 1: .*{words}") as said:
         read_predictions(rewritten(mask_file, entries), masks[0])
     assert len(str(said.value)) < 500

@@ -9,7 +9,7 @@ import torch
 from report_data import ground_truth_as_predictions, random_case, table_of, three_corners
 
 from toolkit.base.errors import BadInput
-from toolkit.tools.report.comparison import compare
+from toolkit.tools.report.comparison import compare, settings_without_seed
 from toolkit.tools.report.judgement import judge
 from toolkit.tools.report.write import write_comparison
 
@@ -51,6 +51,12 @@ def test_runs_that_differ_in_their_seed_are_one_group(judged):
     groups = compare(judged).groups
     assert list(groups) == ["run_1, run_2"]
     assert groups["run_1, run_2"]["AP"][1] == 0
+
+
+def test_settings_of_runs_are_equal_but_for_their_seed():
+    first = settings_without_seed({"optim": {"lr": 0.1}, "run": {"seed": 1, "epochs": 5, "name": "a"}})
+    assert settings_without_seed({"run": {"epochs": 5, "name": "b", "seed": 2}, "optim": {"lr": 0.1}}) == first
+    assert settings_without_seed({"run": {"epochs": 6}, "optim": {"lr": 0.1}}) != first
 
 
 def test_detectors_on_different_data_are_refused(judged, tmp_path):

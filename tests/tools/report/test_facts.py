@@ -1,12 +1,13 @@
 """What ended a run, how long it was, and the command that goes on."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from toolkit.run.settings import EvalConfig, RunConfig, ScheduleConfig
 from toolkit.run.status import ENDINGS, describe_ending
-from toolkit.tools.report.facts import command_that_goes_on, epochs_made, flags_that_go_on
+from toolkit.tools.report.facts import command_that_goes_on, epochs_made, flags_that_go_on, run_facts
 
 NEW = "--run.resume latest --run.resume_schedule new"
 PATIENCE = "eval.early_stopping_patience"
@@ -82,3 +83,13 @@ def test_the_command_is_that_which_began_the_run(began, command):
 def test_epochs_are_counted_in_steps(step, steps_per_epoch, epochs):
     rows = [{"step": each, "epoch": (each - 1) // 10} for each in range(1, step + 1)]
     assert epochs_made(rows, steps_per_epoch) == pytest.approx(epochs)
+
+
+def test_an_epoch_has_the_steps_that_images_processes_and_batches_give(tmp_path):
+    rows = [{"step": step, "epoch": 0, "train/loss": 1.0} for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = "run: {epochs: 9}\nmodel: {}\ndata: {batch_size_per_device: 2}\noptim: {accumulation_steps: 1}\n"
+    (tmp_path / "config.yaml").write_text(settings)
+    environment = {"processes": 2, "data": {"train": {"images": 40}}}
+    (tmp_path / "environment.json").write_text(json.dumps(environment))
+    assert run_facts(tmp_path).epochs_made == pytest.approx(0.4)

@@ -136,14 +136,8 @@ def test_images_that_cannot_be_read_are_counted(tmp_path):
 @pytest.mark.parametrize(("boxes", "found"), [([], [(BOX, 0, 0.5)]), ([(BOX, 0)], [])])
 def test_no_boxes_and_no_predictions_have_a_page(tmp_path, boxes, found):
     table = table_of(tmp_path, [boxes, []])
-    checked(
-        write_page(
-            tmp_path / "page",
-            judged_of(table, predictions_of(table, [found, []])),
-            RunFacts(),
-            "x",
-        )
-    )
+    judged = judged_of(table, predictions_of(table, [found, []]))
+    checked(write_page(tmp_path / "page", judged, RunFacts(), "x"))
 
 
 def test_a_comparison_is_one_file(case, tmp_path):
