@@ -140,6 +140,7 @@ def test_half_precision_is_in_the_products_and_not_in_the_boxes(ssd, tmp_path):
     assert (half_boxes != half_boxes.astype("float16")).mean() > 0.5
 
 
+@pytest.mark.slow  # half a minute
 @pytest.mark.filterwarnings("error:No complete tensor found")
 def test_images_below_the_smallest_side_get_a_file_of_their_size(tmp_path):
     told = []

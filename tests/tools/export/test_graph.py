@@ -91,7 +91,7 @@ def one_layer() -> CellsAsBoxes:
 ABOUT = ExportMetadata("cells", CATEGORIES, None, "any", 32, 0.3, 5, "test")
 
 
-@pytest.mark.parametrize("stride", [1, 32])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 32])
 def test_same_padding_leaves_no_maximum_in_the_sizes(stride):
     """Nested ones of a real backbone keep SymPy busy for many minutes."""
     graph = same_padded(stride)
