@@ -22,7 +22,6 @@ def offline_records(folder: Path) -> dict:
     """What else is in the run's offline files: boxes by step, tables by key, artifacts by type, the last summary."""
     found = {"metrics": {}, "boxes": {}, "tables": {}, "artifacts": {}, "summary": {}}
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        media = file.parent / "files"
         for record in read_offline_wandb(file):
             if record.HasField("run"):
                 run = record.run
@@ -32,29 +31,43 @@ def offline_records(folder: Path) -> dict:
             elif record.HasField("summary"):
                 found["summary"] |= _items(record.summary.update)
             elif record.HasField("artifact"):
-                artifact = record.artifact
-                entries = artifact.manifest.contents
-                found["artifacts"].setdefault(artifact.type, []).append({
-                    "name": artifact.name, "digest": artifact.digest, "aliases": list(artifact.aliases),
-                    "files": {e.path for e in entries if not e.ref}, "references": {e.ref for e in entries if e.ref},
-                })  # fmt: skip
+                found["artifacts"].setdefault(record.artifact.type, []).append(_artifact(record.artifact))
             elif record.HasField("history"):
-                items = _items(record.history.item)
-                for key in {k.rpartition("/")[0] for k in items if k.endswith("/path")}:
-                    if items.get(f"{key}/_type") == "table-file":
-                        found["tables"][key] = json.loads((media / items[f"{key}/path"]).read_text())["data"]
-                if "val/predictions/all_boxes" in items:
-                    layers = items["val/predictions/all_boxes"]
-                    found["boxes"][record.history.step.num] = [
-                        {name: _boxes(media / layer["path"]) for name, layer in image.items()} for image in layers]
-    return found  # fmt: skip
+                _add_media(found, file.parent / "files", record.history)
+    return found
+
+
+def _artifact(artifact) -> dict:
+    entries = artifact.manifest.contents
+    return {
+        "name": artifact.name,
+        "digest": artifact.digest,
+        "aliases": list(artifact.aliases),
+        "files": {entry.path for entry in entries if not entry.ref},
+        "references": {entry.ref for entry in entries if entry.ref},
+    }
+
+
+def _add_media(found: dict, media: Path, history) -> None:
+    """Add the tables and the boxes of a step, whose files lie in the folder `media`."""
+    items = _items(history.item)
+    for key in {name.rpartition("/")[0] for name in items if name.endswith("/path")}:
+        if items.get(f"{key}/_type") == "table-file":
+            found["tables"][key] = json.loads((media / items[f"{key}/path"]).read_text())["data"]
+    images = []
+    for image in items.get("val/predictions/all_boxes", ()):
+        images.append({name: _boxes(media / layer["path"]) for name, layer in image.items()})
+    if "val/predictions/all_boxes" in items:
+        found["boxes"][history.step.num] = images
 
 
 def _boxes(path: Path) -> list[tuple]:
     """(caption, class id, corners in pixels, score) of each box in a media file of W&B."""
-    corners = ("minX", "minY", "maxX", "maxY")
-    return [(box["box_caption"], box["class_id"], [box["position"][k] for k in corners],
-             box.get("scores", {}).get("score")) for box in json.loads(path.read_text())["box_data"]]  # fmt: skip
+    boxes = []
+    for box in json.loads(path.read_text())["box_data"]:
+        corners = [box["position"][key] for key in ("minX", "minY", "maxX", "maxY")]
+        boxes.append((box["box_caption"], box["class_id"], corners, box.get("scores", {}).get("score")))
+    return boxes
 
 
 def _items(items) -> dict:
@@ -70,7 +83,9 @@ def read_offline_wandb(path: Path) -> Iterator:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, parts = Path(path).read_bytes(), 7, b""
+    data = Path(path).read_bytes()
+    position = 7
+    parts = b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768
         if left < 7:  # padding at the end of a block

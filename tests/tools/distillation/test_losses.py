@@ -1,0 +1,114 @@
+"""Distillation from a trained detector: what is learned, from whom, and how a checkpoint knows it."""
+
+import copy
+
+import pytest
+import torch
+from small_detectors import CLASSES, batch_of, small
+
+from toolkit.base.errors import BadInput
+from toolkit.models import build_detector
+from toolkit.tools.distillation.losses import (
+    DISTILLATION_LOSSES,
+    Distillation,
+    correlation_loss,
+    query_losses,
+)
+from toolkit.tools.distillation.teacher import open_teacher
+
+
+def distilled(student: str, teacher: str, classes=CLASSES):
+    student = small(student)
+    return student, Distillation(student, small(teacher, seed=1), "there", CLASSES, classes)
+
+
+def losses_of(student, distillation):
+    batch = batch_of((2, 3))
+    with distillation.watching(batch):
+        student.train()(batch.images, batch.sizes, batch.targets)
+        return distillation()
+
+
+def test_maps_that_are_alike_up_to_scale_and_shift_cost_nothing():
+    maps = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert correlation_loss(maps, 3 * maps + 1).item() == pytest.approx(0, abs=1e-5)
+    assert correlation_loss(maps, -maps).item() == pytest.approx(2, abs=1e-5)
+    of_each = [correlation_loss(maps[i : i + 1], maps[i : i + 1].flip(3)) for i in (0, 1)]
+    torch.testing.assert_close(correlation_loss(maps, maps.flip(3)), torch.stack(of_each).mean())
+
+
+def test_queries_of_the_same_object_are_compared():
+    """In whatever order they come; an object that one of them has no query for counts nothing."""
+    target = {
+        "boxes": torch.tensor([[0.0, 0, 32, 32], [32, 32, 64, 64]]),
+        "labels": torch.tensor([0, 1]),
+    }
+    targets = [target | {"size": torch.tensor([64, 64])}]
+    boxes = torch.tensor([[[0.25, 0.25, 0.5, 0.5], [0.75, 0.75, 0.5, 0.5], [0.5, 0.5, 1.0, 1.0]]])
+    scores = torch.tensor([[[0.9, 0.1], [0.1, 0.9], [0.2, 0.2]]])
+    sharp = (scores > 0.5).float()
+    same = query_losses((sharp, boxes), (sharp.flip(1), boxes.flip(1)), targets)
+    assert not any(same.values())
+    moved = query_losses((scores, boxes + 0.01), (scores.flip(1), boxes.flip(1)), targets)
+    assert moved["loss_distill_boxes"].item() == pytest.approx(0.04, rel=1e-4)
+    one = query_losses((scores[:, :1], boxes[:, :1] + 0.01), (scores, boxes), targets)
+    assert one["loss_distill_boxes"].item() == pytest.approx(0.02, rel=1e-4)
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("detr", "detr"), ("rt_detr_v2", "d_fine")])
+def test_a_student_learns_and_the_teacher_does_not(student, teacher):
+    student, distillation = distilled(student, teacher)
+    names = distillation.loss_names
+    assert len(names) == 3
+    assert list(distillation.default_weights) == list(distillation.divided_by) == names
+    losses = losses_of(student, distillation)
+    assert list(losses) == names
+    assert all(loss.isfinite() and loss > 0 for loss in losses.values())
+    sum(losses.values()).backward()
+    assert any(p.grad is not None and p.grad.any() for p in student.parameters())
+    assert all(p.grad is not None for p in distillation.parameters())
+    teacher = distillation._both[1]
+    assert not teacher.training
+    assert not any(p.requires_grad for p in teacher.parameters())
+    (group,) = distillation.parameter_groups(0.1, 0.0)
+    assert set(map(id, group["params"])) == set(map(id, distillation.parameters()))
+    assert not any(name.startswith("distill") for name in student.state_dict())
+    assert not student._forward_hooks, "hooks last as long as a micro-batch"
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(BadInput, match=r"classes are \['b'\], those of the data \['circle"):
+        distilled("detr", "detr", classes=["b"])
+    with pytest.raises(BadInput, match="no such run"):
+        open_teacher("/nowhere/at/all", small("detr"), CLASSES, True)
+
+
+def test_a_checkpoint_knows_its_teacher_by_content():
+    student, distillation = distilled("detr", "detr")
+    state = copy.deepcopy(distillation.state_dict())
+    assert {key.partition(".")[0] for key in state} == {"maps", "_extra_state"}, "and has no weight of it"
+    distilled("detr", "detr")[1].load_state_dict(state)
+    other = small("detr", seed=1)
+    with torch.no_grad():
+        next(iter(other.parameters())).add_(1e-3)
+    with pytest.raises(
+        BadInput,
+        match="its weights are not those of there that the checkpoint was trained with",
+    ):
+        Distillation(student, other, "elsewhere", CLASSES, CLASSES).load_state_dict(state)
+
+
+def test_detectors_without_queries_learn_the_maps_of_their_strides():
+    options = {"class_names": CLASSES, "backbone": "lcnet_035"}
+    teacher = build_detector("ssd", strides=[8, 16, -1], channels=[16] * 3, aspect_ratios=[[2]] * 3, **options)
+    student = build_detector("yolov3", head_channels=[8, 8, 8], **options)
+    distillation = Distillation(student, teacher, "there", CLASSES, CLASSES)
+    assert distillation.loss_names == ["loss_distill_maps"]
+    assert "loss_distill_maps" in DISTILLATION_LOSSES
+    assert {*distillation.maps} <= {"8", "16"}
+    (loss,) = losses_of(student, distillation).values()
+    loss.backward()
+    assert 0 < loss < 2
+    assert any(p.grad is not None for p in student.backbone.parameters())
+    with pytest.raises(BadInput, match="it takes sides that are multiples of 32, the detector of 16"):
+        Distillation(teacher, student, "there", CLASSES, CLASSES)

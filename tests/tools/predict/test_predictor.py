@@ -1,0 +1,202 @@
+"""A predictor: images of every kind, classes, thresholds, sizes, masks; and its predictions of many files."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pasting_detector import PastingDetector
+from PIL import Image
+from report_data import found_of, table_of
+
+from toolkit.base.errors import BadInput
+from toolkit.base.masks import Rle
+from toolkit.data.pipeline import processor_size, val_transform
+from toolkit.data.table import Category
+from toolkit.evaluation.draw import picture_with_boxes
+from toolkit.evaluation.predictions import detections_as_json
+from toolkit.tools.predict.in_tiles import flipped, tiled
+from toolkit.tools.predict.predict_each import predict_files, predict_table
+from toolkit.tools.predict.predictor import (
+    Predictor,
+    as_image,
+    from_report,
+    input_hw,
+    of_classes,
+    own_predict,
+)
+
+CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
+BOX = [0.0, 0.0, 2.0, 2.0]
+GREY = np.zeros((4, 4, 3), np.uint8)
+
+
+def predictor_of(found: dict, **others) -> Predictor:
+    """Finds the same in every image, as far as the scores allow."""
+
+    def predict(images, score_threshold):
+        keep = found["scores"] > score_threshold
+        return [{key: value[keep] for key, value in found.items()} for _ in images]
+
+    return Predictor("test", CATEGORIES, predict, **others)
+
+
+def test_images_of_every_kind_are_the_same_image():
+    array = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    expected = torch.from_numpy(array).permute(2, 0, 1)
+    for image in (array, Image.fromarray(array), expected):
+        assert torch.equal(as_image(image), expected)
+    assert as_image(array[..., 0]).shape == (3, 6, 8)
+    for wrong in (
+        array.astype(np.float32),
+        torch.zeros(6, 8, 3, dtype=torch.uint8),
+        "photo.jpg",
+    ):
+        with pytest.raises(BadInput, match="expected a PIL image"):
+            as_image(wrong)
+
+
+def test_one_image_or_several_can_be_given():
+    predictor = predictor_of(found_of([BOX], [0], [0.5]))
+    assert predictor(GREY)["scores"].tolist() == [0.5]
+    assert [len(each["scores"]) for each in predictor([GREY, Image.fromarray(GREY)], 0.6)] == [0, 0]
+
+
+def test_classes_and_thresholds_of_the_report():
+    found = found_of([BOX] * 4, [0, 0, 1, 1], [0.9, 0.3, 0.5, 0.2])
+    plain = predictor_of(found)
+    with_report = predictor_of(found, thresholds={"": 0.4, "plate": 0.1})
+    assert of_classes(plain, ["plate"])(GREY, 0)["scores"].tolist() == pytest.approx([0.5, 0.2])
+    assert from_report(with_report)(GREY, 0)["scores"].tolist() == pytest.approx([0.9, 0.5, 0.2])
+    with pytest.raises(BadInput, match="fork.*cup, plate"):
+        of_classes(plain, ["fork"])
+    with pytest.raises(BadInput, match="no report"):
+        from_report(plain)
+
+
+def test_relations_go_with_their_objects():
+    graph = found_of([BOX] * 3, [0, 1, 0], [0.9, 0.8, 0.7])
+    graph["pairs"] = torch.tensor([[0, 1], [2, 0]])
+    graph["predicates"] = torch.tensor([3, 4])
+    graph["triplet_scores"] = torch.tensor([0.5, 0.4])
+    predictor = Predictor("test", CATEGORIES, lambda images, _: [graph] * len(images))
+    left = of_classes(predictor, ["cup"])(GREY, 0)
+    assert left["pairs"].tolist() == [[1, 0]]
+    assert left["predicates"].tolist() == [4]
+
+
+@given(
+    height=st.integers(1, 2000),
+    width=st.integers(1, 2000),
+    image_size=st.integers(1, 900),
+    scales=st.lists(st.integers(1, 900), max_size=3),
+    max_size=st.integers(900, 1400),
+)
+def test_images_are_resized_as_in_the_evaluation(height, width, image_size, scales, max_size):
+    sizes = {"image_size": image_size, "scales": scales, "max_size": max_size}
+    transform = val_transform(**sizes)
+    resized = transform.draw((height, width), torch.Generator()) if scales else transform.size_hw
+    assert input_hw((height, width), processor_size(**sizes)) == resized
+    assert input_hw((height, width), None) == (height, width)
+
+
+def test_json_has_the_original_ids_and_xywh():
+    found = found_of([[1.0, 2.0, 4.5, 8.0], [-1.0, 0.0, 3.0, 3.0]], [1, 0], [0.75, 0.5])
+    assert detections_as_json(found, CATEGORIES) == [
+        {
+            "category_id": 90,
+            "category": "plate",
+            "bbox": [1.0, 2.0, 3.5, 6.0],
+            "score": 0.75,
+        },
+        {"category_id": 7, "category": "cup", "bbox": [-1.0, 0.0, 4.0, 3.0], "score": 0.5},
+    ]
+    assert detections_as_json(found_of([], [], []), CATEGORIES) == []
+
+
+def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
+    batches = []
+
+    def size_as_box(images, score_threshold):
+        batches.append(len(images))
+        return [found_of([0.0, 0.0, *map(float, image.shape[:0:-1])], [0], [1.0]) for image in images]
+
+    sizes = {
+        "0.png": (8, 6),
+        "1.png": (30, 10),
+        "2.png": (8, 6),
+        "3.png": (9, 7),
+        "4.png": (30, 10),
+    }
+    for name, size in sizes.items():
+        Image.new("RGB", size).save(tmp_path / name)
+    (tmp_path / "broken.png").write_bytes((tmp_path / "1.png").read_bytes()[:-20])
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "itself.png").symlink_to(tmp_path / "itself.png")
+    predictor = Predictor("test", CATEGORIES, size_as_box)
+    results = {}
+    for result in predict_files(predictor, sorted(tmp_path.iterdir()), batch_size=2):
+        results[result.key.name] = result
+    for name, (width, height) in sizes.items():
+        result = results.pop(name)
+        assert result.error is None
+        assert tuple(result.image.shape) == (3, height, width)
+        assert result.detections["boxes"].tolist() == [[0, 0, width, height]]
+    assert sum(batches) == 5
+    assert max(batches) <= 2
+    assert results["broken.png"].error.reason == "image data truncated"
+    assert "not found" in str(results["gone.png"].error)
+    assert "symbolic links" in str(results["itself.png"].error)
+    # A batch without images.
+    assert next(predict_files(predictor, [tmp_path / "broken.png"])).image is None
+
+
+def test_pictures_of_a_table_are_predicted_in_its_order(tmp_path):
+    def green_as_score(images, score_threshold):
+        assert score_threshold == 0.0
+        return [found_of([BOX], [1], [int(image[1, 0, 0]) / 256]) for image in images]
+
+    predictor = Predictor("test", CATEGORIES, green_as_score)
+    table = table_of(tmp_path, [[]] * 19, classes=("plate", "cup"))
+    found = predict_table(predictor, table)
+    assert found.scores.tolist() == [20 * (number % 10) / 256 for number in range(19)]
+    assert found.image_index.tolist() == list(range(19))
+    assert set(found.labels.tolist()) == {0}  # of "plate" in the table
+    (tmp_path / "11.png").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"annotations.json: .*11.png: .*empty"):
+        predict_table(predictor, table)
+
+
+@pytest.fixture
+def with_masks():
+    return Predictor("test", CATEGORIES, own_predict(PastingDetector(), None), masks=True)
+
+
+PICTURES = [torch.zeros(3, 20, 30, dtype=torch.uint8)] * 3
+
+
+def test_masks_are_pixels_and_run_lengths_in_json(with_masks):
+    found = with_masks(PICTURES, 0.0)
+    assert [each["masks"].shape for each in found] == [
+        (0, 20, 30),
+        (3, 20, 30),
+        (6, 20, 30),
+    ]
+    assert found[2]["masks"].dtype == torch.bool
+    assert not found[2]["masks"][:, 2:].any()
+    detections = with_masks.predict(PICTURES, 0.0)[2]
+    segmentation = with_masks.as_json(detections)["detections"][0]["segmentation"]
+    assert segmentation["size"] == [20, 30]
+    assert Rle((20, 30), segmentation["counts"].encode()) == detections["masks"][0]
+    drawn = picture_with_boxes(PICTURES[2], found[2], ["cup"], smallest_side=30)
+    assert drawn.size == picture_with_boxes(PICTURES[2], detections, ["cup"], smallest_side=30).size
+
+
+def test_masks_go_with_their_boxes_and_are_not_merged(with_masks):
+    only = of_classes(with_masks, ["cup"]).predict(PICTURES, 0.0)[2]
+    assert len(only["masks"]) == 6
+    assert isinstance(only["masks"][0], Rle)
+    with pytest.raises(BadInput, match="masks are not merged"):
+        tiled(with_masks, 10)
+    with pytest.raises(BadInput, match="masks are not merged"):
+        flipped(with_masks)
