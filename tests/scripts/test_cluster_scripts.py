@@ -102,7 +102,12 @@ def test_a_start_that_dies_before_training_does_not_loop(folder, earlier):
 
 @pytest.mark.parametrize(
     ("name", "launcher"),
-    [("SIGTERM", ()), ("SIGINT", ()), ("SIGUSR1", ()), ("SIGTERM", (sys.executable, "-c", LAUNCHER))],
+    [
+        ("SIGTERM", ()),
+        ("SIGINT", ()),
+        ("SIGUSR1", ()),
+        ("SIGTERM", (sys.executable, "-c", LAUNCHER)),
+    ],
 )
 def test_a_signal_reaches_the_run_which_saves_and_ends_both(folder, name, launcher):
     os.mkfifo(folder / "saved")
@@ -149,7 +154,14 @@ def slurm(folder):
     def start(plan: str) -> subprocess.Popen:
         arguments = ["bash", copy, folder, folder / "run.py", folder, plan]
         started.append(
-            subprocess.Popen(arguments, env=env, start_new_session=True, cwd="/", stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                arguments,
+                env=env,
+                start_new_session=True,
+                cwd="/",
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
         return started[-1]
 

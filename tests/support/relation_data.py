@@ -1,6 +1,7 @@
 """Small relation heads and random batches of objects and pairs for them."""
 
 import torch
+import yaml
 
 from scripts.benches.scene_graph import random_batch
 from toolkit.detectors.scene_graphs.heads import HeadSizes, build_relation_head
@@ -8,23 +9,36 @@ from toolkit.detectors.scene_graphs.relation_batch import RelationBatch
 
 CLASSES = 6
 PREDICATES = 5
-SIZES = HeadSizes(CLASSES, PREDICATES, roi_dim=8, union_dim=10, hidden_dim=8, pooling_dim=10, embed_dim=4)
-PROTOTYPES = {"dim": 16, "dropout": 0.0}
-SMALL = {
-    "transformer": {"heads": 2, "key_dim": 3, "value_dim": 3, "inner_dim": 8, "dropout": 0.0},
-    "penet": PROTOTYPES,
-    "react": PROTOTYPES,
-    "react_pp": PROTOTYPES,
-    "squat": PROTOTYPES | {"query_share": 0.1},
-    "imp": {},
-    "frequency": {},
-}
+SIZES = HeadSizes(
+    CLASSES,
+    PREDICATES,
+    roi_dim=8,
+    union_dim=10,
+    hidden_dim=8,
+    pooling_dim=10,
+    embed_dim=4,
+)
+SMALL = yaml.safe_load("""
+    transformer: {heads: 2, key_dim: 3, value_dim: 3, inner_dim: 8, dropout: 0.0}
+    penet: {dim: 16, dropout: 0.0}
+    react: {dim: 16, dropout: 0.0}
+    react_pp: {dim: 16, dropout: 0.0}
+    squat: {dim: 16, dropout: 0.0, query_share: 0.1}
+    imp: {}
+    frequency: {}
+""")
 
 
 def head_of(name: str, mode: str, **options):
     torch.manual_seed(0)
     frequency = torch.randn(CLASSES, CLASSES, PREDICATES)
-    return build_relation_head(name, mode, SIZES, frequency, **SMALL.get(name, {"dropout": 0.0}) | options)
+    return build_relation_head(
+        name,
+        mode,
+        SIZES,
+        frequency,
+        **SMALL.get(name, {"dropout": 0.0}) | options,
+    )
 
 
 def batch_of(num_objects: list[int], seed: int = 0) -> RelationBatch:

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import torch
+import yaml
 from places import ASSETS
 from rows import boxes, integers
 
@@ -16,23 +17,22 @@ from toolkit.step.losses import LossWeights
 from toolkit.tools.shapes import make_shapes
 
 SIDE = 64
-INNER = {
-    "freeze": "none",
-    "strides": [8, 16],
-    "fpn_channels": 8,
-    "representation_size": 16,
-    "anchor_sizes": [[16], [32]],
-    "rpn_post_nms_top_n_test": 12,
-    "rpn_post_nms_top_n_train": 12,
-}
-OPTIONS = {
-    "backbone": "test_resnet",
-    "detector_options": INNER,
-    "hidden_dim": 8,
-    "embed_dim": 4,
-    "pairs_per_image": 16,
-    "detections_per_image": 5,
-}
+INNER = yaml.safe_load("""
+    freeze: none
+    strides: [8, 16]
+    fpn_channels: 8
+    representation_size: 16
+    anchor_sizes: [[16], [32]]
+    rpn_post_nms_top_n_test: 12
+    rpn_post_nms_top_n_train: 12
+""")
+OPTIONS = yaml.safe_load("""
+    backbone: test_resnet
+    hidden_dim: 8
+    embed_dim: 4
+    pairs_per_image: 16
+    detections_per_image: 5
+""")
 OF_HEADS = ("penet", "react", "react_pp", "squat")
 NARROW = dict.fromkeys(OF_HEADS, {"dim": 32})  # of 2048, half precision is slow on some CPUs
 OF_OBJECTS = ("boxes", "labels", "area", "iscrowd", "attributes")
@@ -47,7 +47,13 @@ def shapes_table(folder, images=6):
 
 def loader_of(table):
     """All images in one batch."""
-    return validation_loader(table, val_transform(SIDE, [], 0), batch_size=len(table), workers=0, stride=32)
+    return validation_loader(
+        table,
+        val_transform(SIDE, [], 0),
+        batch_size=len(table),
+        workers=0,
+        stride=32,
+    )
 
 
 def cut_objects(target: dict, count: int, crowd: bool = False) -> None:
@@ -69,9 +75,12 @@ def edge_batch(table):
 
 def model_of(table, mode="predcls", head="motifs", **options):
     torch.manual_seed(0)
+    options = OPTIONS | {"detector_options": INNER} | options
     options["head_options"] = NARROW.get(head, {}) | options.get("head_options", {})
     names = {"class_names": table.class_names, "predicates": list(table.predicates)}
-    model = build_detector("scene_graph", mode=mode, head=head, **names, **OPTIONS | options)
+    model = build_detector(
+        "scene_graph", mode=mode, head=head, **names, **OPTIONS | {"detector_options": INNER} | options
+    )
     model.learn_counts(*count_table(table))
     return model
 
@@ -94,7 +103,12 @@ def losses_of(model, batch, rows=slice(None), counts=None):
 
 @torch.no_grad()
 def graphs_of(model, batch, targets=None, **options):
-    return model.postprocess(model(batch.images, batch.sizes, targets), batch.sizes, batch.sizes, **options)
+    return model.postprocess(
+        model(batch.images, batch.sizes, targets),
+        batch.sizes,
+        batch.sizes,
+        **options,
+    )
 
 
 def predictions_of(model, table, **options):
@@ -118,7 +132,11 @@ def prediction(relations: str, num_predicates: int = 4, of_boxes: str = BOXES, l
     graph = truth(relations, of_boxes, labels)
     triplets = graph.pop("relations")
     scores = np.full((len(triplets), num_predicates), 0.01, np.float32)
-    scores[np.arange(len(triplets)), triplets[:, 2]] = np.linspace(0.9, 0.5, len(triplets))
+    scores[np.arange(len(triplets)), triplets[:, 2]] = np.linspace(
+        0.9,
+        0.5,
+        len(triplets),
+    )
     of_boxes = np.ones(len(graph["boxes"]), np.float32)
     return graph | {"scores": of_boxes, "pairs": triplets[:, :2], "predicate_scores": scores}
 

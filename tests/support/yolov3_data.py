@@ -2,6 +2,7 @@
 
 import torch
 from plain_training import Taps
+from rows import boxes, integers
 
 from toolkit.detectors.yolov3.model import YOLOv3
 from toolkit.detectors.yolov3.options import DEFAULT_ANCHORS, Yolov3Options
@@ -13,14 +14,21 @@ ANCHORS = torch.tensor(DEFAULT_ANCHORS, dtype=torch.float32)
 
 def tiny(**options) -> YOLOv3:
     torch.manual_seed(0)
-    features = Taps([[(3, 8), (8, 8), (8, 8)], [(8, 12)], [(12, 16)]])
+    features = Taps(
+        [
+            [(3, 8), (8, 8), (8, 8)],
+            [(8, 12)],
+            [(12, 16)],
+        ]
+    )
     return YOLOv3(["a", "b", "c"], Yolov3Options(**options), features=features)
 
 
-def target(boxes, labels=None, **columns) -> dict:
-    boxes = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
-    labels = torch.zeros(len(boxes), dtype=torch.int64) if labels is None else torch.tensor(labels)
-    return {"boxes": boxes, "labels": labels} | {name: torch.tensor(value) for name, value in columns.items()}
+def target(objects: str, labels: str | None = None, **columns) -> dict:
+    """Boxes `"0 0 32 64, ..."`, of class 0 unless labels are given."""
+    numbered = boxes(objects)
+    of_boxes = torch.zeros(len(numbered), dtype=torch.int64) if labels is None else integers(labels)
+    return {"boxes": numbered, "labels": of_boxes, **columns}
 
 
 def random_outputs(detector: YOLOv3, sizes, canvas_hw=None, seed: int = 0) -> dict:

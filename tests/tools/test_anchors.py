@@ -11,13 +11,34 @@ from toolkit.base.errors import BadInput
 from toolkit.tools.anchors import main
 
 # 20 x 10, twice and four times that of an image of 200 x 100; and one without width.
-BOXES = [[i, i, 20 * k, 10 * k] for k in (1, 2, 4) for i in range(4)] + [[5, 5, 0, 10]]
+BOXES = [
+    [
+        i,
+        i,
+        20 * k,
+        10 * k,
+    ]
+    for k in (1, 2, 4)
+    for i in range(4)
+] + [[5, 5, 0, 10]]
 
 
 def annotations(folder, boxes):
     write_png(torch.zeros(3, 100, 200, dtype=torch.uint8), str(folder / "a.png"))
     listed = [box(id=number, bbox=each) for number, each in enumerate(boxes, 1)]
-    return write(folder, document(images=[image(file_name="a.png", width=200, height=100)], annotations=listed))
+    return write(
+        folder,
+        document(
+            images=[
+                image(
+                    file_name="a.png",
+                    width=200,
+                    height=100,
+                )
+            ],
+            annotations=listed,
+        ),
+    )
 
 
 @pytest.fixture
@@ -37,8 +58,22 @@ def anchors(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (["64"], [[[25.6, 25.6]], [[12.8, 12.8]], [[6.4, 6.4]]]),
-        (["64", "32"], [[[12.8, 25.6]], [[6.4, 12.8]], [[3.2, 6.4]]]),
+        (
+            ["64"],
+            [
+                [[25.6, 25.6]],
+                [[12.8, 12.8]],
+                [[6.4, 6.4]],
+            ],
+        ),
+        (
+            ["64", "32"],
+            [
+                [[12.8, 25.6]],
+                [[6.4, 12.8]],
+                [[3.2, 6.4]],
+            ],
+        ),
     ],
     ids=["square", "height and width"],
 )

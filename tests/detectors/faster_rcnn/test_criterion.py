@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import boxes as numbered
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
@@ -11,9 +12,11 @@ from toolkit.detectors.faster_rcnn.criterion import BACKGROUND, IGNORED, covered
 
 corner = st.integers(0, 40)
 side = st.integers(1, 30)
-boxes = st.lists(st.tuples(corner, corner, side, side), min_size=1, max_size=12).map(
-    lambda rows: torch.tensor([(x, y, x + w, y + h) for x, y, w, h in rows], dtype=torch.float32)
-)
+boxes = st.lists(
+    st.tuples(corner, corner, side, side),
+    min_size=1,
+    max_size=12,
+).map(lambda rows: torch.tensor([(x, y, x + w, y + h) for x, y, w, h in rows], dtype=torch.float32))
 
 
 @given(boxes, boxes, st.booleans())
@@ -45,27 +48,33 @@ def test_what_lies_in_a_crowd_is_neither_positive_nor_negative(candidates, objec
 @pytest.mark.parametrize(
     ("candidate", "box", "crowd", "expected"),
     [
-        pytest.param(10.0, [0.0, 0, 10, 10], 1, IGNORED, id="a crowd itself"),
-        pytest.param(100.0, [0.0, 0, 10, 10], 1, BACKGROUND, id="much larger than the crowd"),
-        pytest.param(10.0, [50.0, 50, 60, 60], 0, BACKGROUND, id="nothing touches the object"),
+        pytest.param("0 0 10 10", "0 0 10 10", 1, IGNORED, id="a crowd itself"),
+        pytest.param("0 0 100 100", "0 0 10 10", 1, BACKGROUND, id="much larger than the crowd"),
+        pytest.param("0 0 10 10", "50 50 60 60", 0, BACKGROUND, id="nothing touches the object"),
     ],
 )
 def test_crowds_and_objects_that_nothing_touches_are_never_matched(candidate, box, crowd, expected):
-    candidates = torch.tensor([[0.0, 0, candidate, candidate]])
-    boxes = torch.tensor([box])
-    match = match_candidates(candidates, boxes, torch.tensor([crowd]), 0.7, 0.3, best_of_each_box=True)
+    crowds = torch.tensor([crowd])
+    match = match_candidates(numbered(candidate), numbered(box), crowds, 0.7, 0.3, best_of_each_box=True)
     assert match.tolist() == [expected]
 
 
 def test_candidates_far_from_every_object_are_ignored_unless_there_is_none():
-    candidates = torch.tensor([[0.0, 0, 4, 4], [8, 8, 12, 12]])
-    boxes = torch.tensor([[[0.0, 0, 4, 3]], [[0.0, 0, 4, 3]]])
+    candidates = numbered("0 0 4 4, 8 8 12 12")
+    objects = numbered("0 0 4 3").expand(2, 1, 4)
     padding = torch.tensor([[False], [True]])
-    matched = match_candidates(candidates, boxes, None, 0.9, 0.8, lowest=0.1, padding=padding)
+    matched = match_candidates(candidates, objects, None, 0.9, 0.8, lowest=0.1, padding=padding)
     assert matched.tolist() == [[BACKGROUND, IGNORED], [BACKGROUND, BACKGROUND]]
 
 
-@given(st.lists(st.sampled_from([IGNORED, BACKGROUND, 0, 1]), min_size=1, max_size=40), st.integers(1, 20))
+@given(
+    st.lists(
+        st.sampled_from([IGNORED, BACKGROUND, 0, 1]),
+        min_size=1,
+        max_size=40,
+    ),
+    st.integers(1, 20),
+)
 @settings(max_examples=60, deadline=None)
 def test_samples_are_as_many_as_asked_for_positives_first(rows, size):
     match = torch.tensor(rows)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from contract import assert_losses_are_divided_as_announced
 from rcnn_data import (
     CLASSES,
     EVERYTHING,
@@ -58,7 +59,15 @@ def test_an_image_counts_once_however_many_samples_it_has():
     """The loss of images is the mean of theirs; one without objects changes nothing."""
     detector = tiny_with_masks().eval()
     together, outputs = losses_of(detector, TARGETS[:3])
-    apart = [losses_of(detector, [TARGETS[i]], slice(i, i + 1), ONE)[0]["loss_mask"] for i in range(3)]
+    apart = [
+        losses_of(
+            detector,
+            [TARGETS[i]],
+            slice(i, i + 1),
+            ONE,
+        )[0]["loss_mask"]
+        for i in range(3)
+    ]
     assert apart[1] == 0
     assert apart[0] > 0
     torch.testing.assert_close(together["loss_mask"], (apart[0] + apart[2]) / 2)
@@ -69,7 +78,7 @@ def test_an_image_counts_once_however_many_samples_it_has():
 def test_a_batch_without_objects_trains_masks_with_zeros(norm):
     detector = tiny_with_masks(head_norm=norm).train()
     before = {name: buffer.clone() for name, buffer in detector.roi_heads.mask_head.named_buffers()}
-    targets = [TARGETS[1], target([[0, 0, 50, 50]], crowds=[0])]
+    targets = [TARGETS[1], target("0 0 50 50", crowds="0")]
     assert detector.denominators(targets) == {"images": 2.0, "images_with_objects": 0.0}
     losses, outputs = losses_of(detector, targets, denominators=ONE)  # the window makes a denominator of 0 one of 1
     assert losses["loss_mask"] == 0
@@ -78,12 +87,50 @@ def test_a_batch_without_objects_trains_masks_with_zeros(norm):
     for name, parameter in detector.named_parameters():
         assert parameter.grad.isfinite().all(), name
         assert "mask" not in name or not parameter.grad.any()
-    torch.testing.assert_close(dict(detector.roi_heads.mask_head.named_buffers()), before, rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(detector.roi_heads.mask_head.named_buffers()),
+        before,
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_losses_of_masks_are_divided_as_announced():
+    """Also where an image labels one class alone."""
+    detector = tiny_with_masks().train()
+    labelled = [torch.ones(3, dtype=torch.bool)] * 3 + [torch.tensor([True, False, False])]
+    targets = [
+        {**each, "labelled": classes}
+        for each, classes in zip(
+            TARGETS,
+            labelled,
+            strict=True,
+        )
+    ]
+    _, outputs = losses_of(detector, targets)
+    assert_losses_are_divided_as_announced(detector, outputs, targets)
+
+
+def test_autocast_keeps_masks_in_float32():
+    detector = tiny_with_masks().train()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, outputs = losses_of(detector, TARGETS[:2])
+    assert {value.dtype for value in outputs.values()} <= {torch.float32, torch.int64}
+    losses["loss_mask"].backward()
 
 
 def loss_with_masks(detector, targets, masks):
     """The loss of masks where the last image has these."""
-    return losses_of(detector, [*targets[:3], {**targets[3], "masks": masks}])[0]["loss_mask"]
+    return losses_of(
+        detector,
+        [
+            *targets[:3],
+            {
+                **targets[3],
+                "masks": masks,
+            },
+        ],
+    )[0]["loss_mask"]
 
 
 def test_crowds_have_no_mask():
@@ -95,23 +142,16 @@ def test_crowds_have_no_mask():
     assert loss_with_masks(detector, TARGETS, 1 - masks) != expected
 
 
-def test_without_masks_nothing_changes():
-    """The settings of masks are not used, and neither are masks in the targets."""
-    plain = tiny(mask_convs=4, mask_channels=32).train()
-    assert not plain.predicts_masks
-    assert plain.loss_names == tiny().loss_names
-    assert "mask" not in " ".join(plain.state_dict())
-    without = [{name: value for name, value in each.items() if name != "masks"} for each in TARGETS]
-    torch.manual_seed(1)
-    first, outputs = losses_of(plain, TARGETS)
-    torch.manual_seed(1)
-    second, _ = losses_of(plain, without)
-    assert first == second
+def test_without_masks_neither_settings_nor_targets_of_masks_are_used():
+    detector = tiny(mask_convs=4, mask_channels=32).train()
+    assert not detector.predicts_masks
+    assert "mask" not in " ".join([*detector.loss_names, *detector.state_dict()])
+    _, outputs = losses_of(detector, TARGETS)
     assert "mask" not in " ".join(outputs)
     images, sizes = images_of(1)
-    outputs = plain.eval()(images, sizes)
+    outputs = detector.eval()(images, sizes)
     assert "maps" not in outputs
-    assert len(plain.decode(outputs, sizes, sizes, 0.0, 5)) == 3
+    assert len(detector.decode(outputs, sizes, sizes, 0.0, 5)) == 3
 
 
 @pytest.mark.parametrize("version", ["maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_v2"])
@@ -150,17 +190,40 @@ def test_torchvisions_weights_give_its_boxes_scores_and_masks(version, tmp_path)
 def test_pixels_of_masks_are_torchvisions_for_boxes_beyond_the_picture_too():
     generator = torch.Generator().manual_seed(3)
     corner = torch.rand(40, 2, generator=generator) * 70 - 20
-    boxes = torch.cat([corner, corner + torch.rand(40, 2, generator=generator) * 60], dim=1)
+    boxes = torch.cat(
+        [
+            corner,
+            corner
+            + torch.rand(
+                40,
+                2,
+                generator=generator,
+            )
+            * 60,
+        ],
+        dim=1,
+    )
     boxes[0] = torch.tensor([5.0, 5.0, 5.0, 9.0])  # without area
     boxes[1] = torch.tensor([-30.0, -30.0, -20.0, -20.0])  # outside
     masks = torch.rand(40, 28, 28, generator=generator)
     inside = boxes[:, :2].lt(torch.tensor([47.0, 31.0])).all(1) & boxes[:, 2:].gt(0).all(1)  # theirs fails for others
     assert inside.sum() > 20
     pixels = masks_in_boxes(masks, boxes, (32, 48))
-    theirs = paste_masks_in_image(masks[inside][:, None], boxes[inside], (32, 48))[:, 0] > 0.5
+    theirs = (
+        paste_masks_in_image(
+            masks[inside][:, None],
+            boxes[inside],
+            (32, 48),
+        )[:, 0]
+        > 0.5
+    )
     assert torch.equal(pixels[inside], theirs)
     assert not pixels[1].any()
-    assert masks_in_boxes(masks[:0], boxes[:0], (32, 48)).shape == (0, 32, 48)
+    assert masks_in_boxes(
+        masks[:0],
+        boxes[:0],
+        (32, 48),
+    ).shape == (0, 32, 48)
 
 
 def test_masks_follow_their_boxes_and_only_kept_detections_have_them():
@@ -177,7 +240,12 @@ def test_masks_follow_their_boxes_and_only_kept_detections_have_them():
     assert torch.equal(further["masks"].flatten(2).any(2), kept)
     for all_of_image, best in zip(every, few, strict=True):
         assert best["masks"].shape == (len(best["boxes"]), 28, 28)
-        torch.testing.assert_close(best["masks"], all_of_image["masks"][: len(best["boxes"])], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            best["masks"],
+            all_of_image["masks"][: len(best["boxes"])],
+            rtol=1e-4,
+            atol=1e-5,
+        )
         assert ((best["masks"] >= 0) & (best["masks"] <= 1)).all()
 
 

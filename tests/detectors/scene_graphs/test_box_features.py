@@ -10,7 +10,14 @@ from toolkit.detectors.scene_graphs.box_features import reading_order
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 10**6))
+@given(
+    st.lists(
+        st.integers(0, 6),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 10**6),
+)
 def test_reading_order_has_an_inverse(num_objects, seed):
     boxes = random_batch(num_objects, SIZES, seed).boxes_xyxy
     order, inverse, sizes = reading_order(boxes, num_objects)

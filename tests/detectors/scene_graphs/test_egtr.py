@@ -6,6 +6,7 @@ holds too: its Deformable DETR's decoder, its head, its matching, losses and gra
 
 import pytest
 import torch
+import yaml
 from contract import assert_losses_are_divided_as_announced
 from scene_graph_data import (
     SIDE,
@@ -49,10 +50,31 @@ out_proj o_proj
 """
 COSTS = MatchingCosts(2.0, 5.0, 2.0)
 SAMPLING = RelationSampling(3, 4)
-TRANSFORMER = {"d_model": 32, "heads": 2, "ffn_dim": 32, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 20}
+TRANSFORMER = yaml.safe_load(
+    "{d_model: 32, heads: 2, ffn_dim: 32, encoder_layers: 1, decoder_layers: 2, num_queries: 20}"
+)
 DEFORMABLE = TRANSFORMER | {"backbone": "test_resnet"}
 ECDET = TRANSFORMER | {"hidden_expansion": 0.5, "num_denoising": 4}
 HYBRID = ECDET | {"backbone": "test_resnet", "freeze": "none"}
+DECODER = yaml.safe_load("""
+    d_model: 32
+    encoder_layers: 1
+    decoder_layers: 2
+    encoder_attention_heads: 2
+    decoder_attention_heads: 2
+    encoder_ffn_dim: 16
+    decoder_ffn_dim: 16
+    encoder_n_points: 2
+    decoder_n_points: 2
+    num_queries: 6
+    dropout: 0.0
+    backbone_config:
+        model_type: resnet
+        depths: [1, 1, 1, 1]
+        embedding_size: 4
+        hidden_sizes: [4, 4, 4, 4]
+        out_features: [stage2, stage3, stage4]
+""")
 BELOW = dict.fromkeys(DETECTORS_BELOW, HYBRID) | {"deformable_detr": DEFORMABLE, "ecdet": ECDET}
 FAST = "rt_detr_v2"
 
@@ -75,22 +97,7 @@ def head(data):
 @pytest.fixture(scope="module")
 def states(data):
     """Of transformers' decoder with the original's weights: what `kept_states` takes from it."""
-    backbone = {"model_type": "resnet", "depths": [1] * 4, "embedding_size": 4, "hidden_sizes": [4] * 4}
-    config = DeformableDetrConfig(
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        encoder_n_points=2,
-        decoder_n_points=2,
-        num_queries=6,
-        dropout=0.0,
-        backbone_config=backbone | {"out_features": ["stage2", "stage3", "stage4"]},
-    )
-    decoder = DeformableDetrModel(config).decoder.eval()
+    decoder = DeformableDetrModel(DeformableDetrConfig(**DECODER)).decoder.eval()
     decoder.load_state_dict(renamed(part(data, "state/model.decoder."), NAMES))
     given = part(data, "decoder/")
     given["object_queries_position_embeddings"] = given.pop("position_embeddings")
@@ -136,7 +143,12 @@ def test_matching_is_the_originals(data, targets):
         expected = part(data, f"match{i}/")
         assert torch.equal(matches.query[own], expected["query"])
         assert torch.equal(matches.target[own], expected["target"])
-        torch.testing.assert_close(quality[own], 1 - expected["cost"].sigmoid(), rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            quality[own],
+            1 - expected["cost"].sigmoid(),
+            rtol=1e-3,
+            atol=1e-6,
+        )
 
 
 def test_losses_and_gradients_are_the_originals(data, states, head, targets):
@@ -153,7 +165,12 @@ def test_losses_and_gradients_are_the_originals(data, states, head, targets):
     assert 0 <= error[0] <= 100 * error[1]
     (15 * loss_rel + 30 * loss_connectivity).backward()
     norms = {name: parameter.grad.norm() for name, parameter in head.named_parameters()}
-    torch.testing.assert_close(norms, renamed(part(data, "grad/"), NAMES), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        norms,
+        renamed(part(data, "grad/"), NAMES),
+        rtol=1e-3,
+        atol=1e-4,
+    )
 
 
 def model_of(table, architecture=FAST, **options):
@@ -179,7 +196,11 @@ def ranked(data):
     )
     counts = torch.zeros(5, 5, 6, dtype=torch.int64)
     counts[1:, 1:, 1:] = data["fg"][:-1, :-1]
-    model.learn_counts(counts.numpy(), counts[..., 0].numpy(), (counts[1:, 1:, 1:] > 0).numpy())
+    model.learn_counts(
+        counts.numpy(),
+        counts[..., 0].numpy(),
+        (counts[1:, 1:, 1:] > 0).numpy(),
+    )
     outputs = {
         "logits": data["logits"],
         "boxes": data["boxes"],
@@ -203,7 +224,12 @@ def test_graphs_are_ranked_as_in_the_original(data, ranked):
 def test_a_threshold_leaves_weak_objects_and_their_pairs_out(data, ranked):
     model, outputs = ranked
     size = torch.full((3, 2), SIDE)
-    graphs = model.postprocess(outputs, size, size, float(data["logits"].sigmoid().amax(-1).median()))
+    graphs = model.postprocess(
+        outputs,
+        size,
+        size,
+        float(data["logits"].sigmoid().amax(-1).median()),
+    )
     counts = [len(graph["boxes"]) for graph in graphs]
     assert 0 < sum(counts) < 18
     for graph, count in zip(graphs, counts, strict=True):
@@ -214,7 +240,12 @@ def test_a_threshold_leaves_weak_objects_and_their_pairs_out(data, ranked):
 
 @pytest.mark.parametrize("keep", [1, 7, 100, 5000])
 def test_equal_scores_are_in_the_order_of_their_columns(keep):
-    many = torch.randint(-1, 4, (5, 400), generator=torch.Generator().manual_seed(keep)).float()
+    many = torch.randint(
+        -1,
+        4,
+        (5, 400),
+        generator=torch.Generator().manual_seed(keep),
+    ).float()
     values, columns = largest_first(many, keep)
     expected = many.sort(descending=True, stable=True)
     real = values >= 0  # those to be left out are in no order
@@ -250,17 +281,33 @@ def test_it_trains_on_every_detr(table, batch, architecture, freeze):
     reached = any(p.grad is not None for p in model.detector.parameters())
     assert reached == ("loss_bbox" in losses) == (freeze == "none")
     if freeze == "detector":
-        torch.testing.assert_close(dict(model.detector.state_dict()), before, rtol=0, atol=0)
+        torch.testing.assert_close(
+            dict(model.detector.state_dict()),
+            before,
+            rtol=0,
+            atol=0,
+        )
 
 
-@pytest.mark.parametrize(("queries", "hardest"), [(2, True), (12, True), (12, False)])
+@pytest.mark.parametrize(
+    ("queries", "hardest"),
+    [
+        (2, True),
+        (12, True),
+        (12, False),
+    ],
+)
 def test_entries_are_as_many_as_counted_beforehand(table, queries, hardest):
     """Also with more objects than queries, where relations of objects without a query cannot be learnt."""
     sampling = RelationSampling(5, 7, hardest, hardest)
     target = next(iter(loader_of(table))).targets[0]
     assert len(target["labels"]) > 2
     counts = count_entries(target, queries, 8, sampling)
-    matches, quality = matched(torch.randn(1, queries, 4), torch.rand(1, queries, 4), [target])
+    matches, quality = matched(
+        torch.randn(1, queries, 4),
+        torch.rand(1, queries, 4),
+        [target],
+    )
     predicates = torch.full((1, queries, queries, 8), 30.0, requires_grad=True)
     sums, _ = relation_losses(predicates, predicates[..., 0], [target], matches, quality, sampling)
     sums["loss_rel"].backward()
@@ -277,7 +324,12 @@ def test_it_starts_from_a_trained_detr(table, tmp_path):
     said = []
     options = EgtrOptions(detector=str(tmp_path / "detr"), pretrained_backbone=True)  # not fetched
     model = start_scene_graph(options, table, tmp_path, checkpoint=None, say=said.append)
-    torch.testing.assert_close(model.detector.state_dict(), inner.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        model.detector.state_dict(),
+        inner.state_dict(),
+        rtol=0,
+        atol=0,
+    )
     assert "weights of the detector" in said[-1]
     assert model.relation_counts.sum() == len(table.relations())
     counts = model.relation_counts[1:, 1:, 1:]

@@ -38,8 +38,18 @@ def test_recall_of_head_body_and_tail_counted_by_hand():
 
 @pytest.mark.parametrize(("protocol", "expected"), [("strict", None), ("original", 0.0)])
 def test_a_group_without_annotated_predicates(protocol, expected):
-    metrics = evaluate_scene_graphs([truth("0 1 0")], [prediction("0 1 0")], "sgdet", 4, top=(20,))
-    assert grouped_recall(metrics, {"tail": np.asarray([1, 3])}, protocol) == {"mR_tail@20": expected}
+    metrics = evaluate_scene_graphs(
+        [truth("0 1 0")],
+        [prediction("0 1 0")],
+        "sgdet",
+        4,
+        top=(20,),
+    )
+    assert grouped_recall(
+        metrics,
+        {"tail": np.asarray([1, 3])},
+        protocol,
+    ) == {"mR_tail@20": expected}
 
 
 def true_graphs(table):
@@ -95,7 +105,11 @@ def test_truth_is_that_of_the_boxes_that_were_asked(table):
 
 
 def test_a_detector_that_finds_nothing_has_a_recall_of_zero(table):
-    nothing = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}
+    nothing = {
+        "boxes": torch.zeros(0, 4),
+        "scores": torch.zeros(0),
+        "labels": torch.zeros(0, dtype=torch.int64),
+    }
     evaluator = SceneGraphEvaluator(table, "sgdet", protocol="strict")
     scores = evaluator.evaluate(dict.fromkeys(evaluator.image_ids, nothing))
     assert scores["R@100"] == scores["bbox_AP"] == 0.0

@@ -22,14 +22,24 @@ def test_rare_predicates_weigh_more(counts):
     assert weights[0] == weights[4] == 1
     assert float(weights[1:4] @ torch.tensor([1000.0, 100, 1])) == pytest.approx(1101, rel=1e-5)
     logits = torch.zeros(3, 5)
-    total, count = predicate_loss(logits, torch.tensor([0, 1, 2]), [3], weights=weights)
+    total, count = predicate_loss(
+        logits,
+        torch.tensor([0, 1, 2]),
+        [3],
+        weights=weights,
+    )
     assert float(total / count) == pytest.approx(np.log(5))
 
 
 def test_effective_numbers_weigh_rare_predicates(counts):
     weights = class_balanced_weights(counts, 0.99).double()
     effective = torch.tensor([(1 - 0.99**n) / (1 - 0.99) for n in (1000, 100, 1)])
-    torch.testing.assert_close(weights[1:4] * effective, (weights[1] * effective[0]).expand(3), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        weights[1:4] * effective,
+        (weights[1] * effective[0]).expand(3),
+        rtol=1e-4,
+        atol=0,
+    )
     assert weights[0] == weights[4] == 1
     assert float(weights[1:4] @ torch.tensor([1000.0, 100, 1]).double()) == pytest.approx(1101, rel=1e-5)
 

@@ -22,8 +22,18 @@ def test_open_images_metrics_counted_by_hand():
     expected["score_wtd"] = 0.4 * by_boxes + 0.4 * by_unions + 0.2 / 3
     assert open_images_metrics([true], [found], 2) == pytest.approx(expected)
     assert open_images_metrics([true], [compact_graph(found, 100)], 2) == pytest.approx(expected)
-    assert open_images_metrics([true], [prediction("", 2)], 2) == dict.fromkeys(expected, 0.0)
-    assert set(open_images_metrics([truth("")], [found], 2).values()) == {None}
+    assert open_images_metrics(
+        [true],
+        [prediction("", 2)],
+        2,
+    ) == dict.fromkeys(expected, 0.0)
+    assert set(
+        open_images_metrics(
+            [truth("")],
+            [found],
+            2,
+        ).values()
+    ) == {None}
 
 
 def test_open_images_metrics_are_those_of_the_published_program():

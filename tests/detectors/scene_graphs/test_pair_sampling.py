@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import boxes, integers
 from scene_graph_data import model_of
 
 from toolkit.detectors.scene_graphs.pair_sampling import (
@@ -19,30 +20,36 @@ from toolkit.detectors.scene_graphs.pair_sampling import (
     sampled_pairs,
 )
 
-# A subject and an object far apart.
-TRUE = torch.tensor([[0.0, 0, 99, 99], [200, 0, 299, 99]])
-NOTHING = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
+TRUE = boxes("0 0 99 99, 200 0 299 99")  # a subject and an object far apart
+NO_LABELS = integers("")
+NOTHING = {"boxes": boxes(""), "labels": NO_LABELS}
 
 
 def sampler_of(**options):
     """As much of a model as `sampled_pairs` looks at."""
-    common = {
-        "training": True,
-        "given_boxes": False,
-        "require_overlap": False,
-        "pairs_per_image": 64,
-        "positive_fraction": 0.5,
-        "pairs_per_relation": 4,
-        "match_iou": 0.5,
-    }
-    return SimpleNamespace(**common | options)
+    detecting = {"training": True, "given_boxes": False, "require_overlap": False}
+    amounts = {"pairs_per_image": 64, "positive_fraction": 0.5, "pairs_per_relation": 4, "match_iou": 0.5}
+    return SimpleNamespace(**detecting | amounts | options)
 
 
-any_relations = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12)
+any_relations = st.lists(
+    st.tuples(
+        st.integers(0, 4),
+        st.integers(0, 4),
+        st.integers(0, 3),
+    ),
+    max_size=12,
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(any_relations, st.integers(5, 8), st.integers(1, 30), st.booleans(), st.booleans())
+@given(
+    any_relations,
+    st.integers(5, 8),
+    st.integers(1, 30),
+    st.booleans(),
+    st.booleans(),
+)
 def test_pairs_are_as_many_as_counted_beforehand(rows, count, per_image, training, crowd):
     model = sampler_of(training=training, given_boxes=True, pairs_per_image=per_image, require_overlap=True)
     target = {
@@ -64,54 +71,93 @@ def test_pairs_are_as_many_as_counted_beforehand(rows, count, per_image, trainin
         assert (label > 0) == (pair in annotated)
 
 
-def test_detections_learn_the_label_of_what_they_overlap():
-    truth = {"boxes": torch.tensor([[0.0, 0, 50, 50], [60, 60, 90, 90]]), "labels": torch.tensor([3, 0])}
-    boxes = torch.tensor([[0.0, 0, 50, 40], [61, 60, 90, 90], [0, 60, 30, 90]])
-    rows, labels = match_labels(boxes, truth, 0.5)
-    assert rows.tolist() == [0, 1, -1]
-    assert labels.tolist() == [4, 1, 0]
-    assert match_labels(boxes, truth, 0.9)[0].tolist() == [-1, 1, -1]
-    half = torch.tensor([[0.0, 0, 50, 101]])  # 51 x 51 of 51 x 102 pixels
-    assert match_labels(half, truth, 0.5)[0].tolist() == [0]
-    assert match_labels(half, truth, 0.51)[0].tolist() == [-1]
-    assert match_labels(boxes, NOTHING, 0.5)[1].tolist() == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("found", "match_iou", "expected"),
+    [
+        ("0 0 50 40, 61 60 90 90, 0 60 30 90", 0.5, [0, 1, -1]),
+        ("0 0 50 40, 61 60 90 90, 0 60 30 90", 0.9, [-1, 1, -1]),
+        ("0 0 50 101", 0.5, [0]),  # 51 x 51 of 51 x 102 pixels
+        ("0 0 50 101", 0.51, [-1]),
+    ],
+)
+def test_detections_learn_the_label_of_what_they_overlap(found, match_iou, expected):
+    truth = {"boxes": boxes("0 0 50 50, 60 60 90 90"), "labels": integers("3, 0")}
+    rows, labels = match_labels(boxes(found), truth, match_iou)
+    assert rows.tolist() == expected
+    assert labels.tolist() == [
+        {
+            0: 4,
+            1: 1,
+            -1: 0,
+        }[row]
+        for row in expected
+    ]
+
+
+def test_where_nothing_is_annotated_detections_learn_the_background():
+    assert match_labels(TRUE, NOTHING, 0.5)[1].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
-    ("per_relation", "match_iou", "expected"), [(4, 0.5, 4), (1, 0.5, 1), (4, 0.95, 1), (9, 0.5, 6)]
+    ("per_relation", "match_iou", "expected"),
+    [
+        (4, 0.5, 4),
+        (4, 0.95, 1),
+        (9, 0.5, 6),
+    ],
 )
 def test_pairs_of_detections_for_a_relation_are_as_many_as_asked(per_relation, match_iou, expected):
     """NUM_SAMPLE_PER_GT_REL and FG_IOU_THRESHOLD of Scene-Graph-Benchmark: three detections on the subject, two on the
     object, one of each exact."""
-    truth = {"boxes": TRUE, "labels": torch.tensor([0, 1]), "relations": torch.tensor([[0, 1, 2]])}
-    boxes = torch.cat([TRUE, TRUE - torch.tensor([0, 0, 0, 20.0]), TRUE[:1] - torch.tensor([0, 0, 0, 30.0])])
+    truth = {"boxes": TRUE, "labels": integers("0, 1"), "relations": integers("0 1 2", 3)}
+    found = boxes("0 0 99 99, 200 0 299 99, 0 0 99 79, 200 0 299 79, 0 0 99 69")
     model = sampler_of(pairs_per_relation=per_relation, match_iou=match_iou)
-    labels = sampled_pairs(model, [boxes], [truth], torch.tensor([1, 2, 1, 2, 1]))["relation_labels"].tolist()
-    assert labels.count(3) == expected
+    sampled = sampled_pairs(model, [found], [truth], integers("1, 2, 1, 2, 1"))
+    assert sampled["relation_labels"].tolist().count(3) == expected
 
 
-@pytest.mark.parametrize(("overlap", "expected"), [(False, {(0, 1): 4, (0, 2): 3}), (True, {(0, 1): 4, (1, 0): 0})])
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        (
+            False,
+            {
+                (0, 1): 4,
+                (0, 2): 3,
+            },
+        ),
+        (True, {(0, 1): 4}),
+    ],
+)
 def test_relations_between_boxes_apart_are_not_trained_where_overlap_is_required(overlap, expected):
-    boxes = torch.tensor([[0.0, 0, 20, 20], [10, 10, 30, 30], [50, 50, 60, 60]])
-    truth = {"boxes": boxes, "labels": torch.tensor([0, 1, 2]), "relations": torch.tensor([[0, 1, 3], [0, 2, 2]])}
-    found = sampled_pairs(sampler_of(require_overlap=overlap), [boxes], [truth], truth["labels"] + 1)
-    labels = dict(zip(map(tuple, found["pairs"].tolist()), found["relation_labels"].tolist(), strict=True))
-    if not overlap:
-        labels = {pair: label for pair, label in labels.items() if label}
-    assert labels == expected
+    truth = {
+        "boxes": boxes("0 0 20 20, 10 10 30 30, 50 50 60 60"),
+        "labels": integers("0, 1, 2"),
+        "relations": integers("0 1 3, 0 2 2", 3),
+    }
+    found = sampled_pairs(
+        sampler_of(require_overlap=overlap),
+        [truth["boxes"]],
+        [truth],
+        truth["labels"] + 1,
+    )
+    pairs = [tuple(pair) for pair in found["pairs"].tolist()]
+    labels = dict(zip(pairs, found["relation_labels"].tolist(), strict=True))
+    assert {pair: label for pair, label in labels.items() if label} == expected
+    assert len(labels) == (2 if overlap else 6)
 
 
 def test_nothing_to_sample():
-    drawn = sample_given_boxes(torch.zeros(0, 0, dtype=torch.int64))
+    no_relations = integers("").view(0, 0)
+    drawn = sample_given_boxes(no_relations)
     assert len(drawn.pairs) == 0
     assert drawn.related.shape == (0, 0)
-    nothing = (NOTHING["boxes"], NOTHING["labels"], torch.zeros(0, 0, dtype=torch.int64))
-    drawn = sample_detected_boxes(TRUE, torch.zeros(2, dtype=torch.int64), *nothing)
+    drawn = sample_detected_boxes(TRUE, integers("0, 0"), *NOTHING.values(), no_relations)
     assert drawn.pairs.tolist() == [[0, 0]], "placeholder of the original"
     assert drawn.labels.tolist() == [0]
-    drawn = sample_detected_boxes(*nothing[:2], *nothing)
+    drawn = sample_detected_boxes(*NOTHING.values(), *NOTHING.values(), no_relations)
     assert drawn.pairs.shape == (0, 2), "there is no box that a placeholder could name"
-    assert pairs_to_ask(torch.zeros(0, 4)).shape == (0, 2)
+    assert pairs_to_ask(NOTHING["boxes"]).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +168,7 @@ def test_nothing_to_sample():
     ],
 )
 def test_the_predicate_of_a_pair_is_drawn_by_the_generator(one_of_each, least, most):
-    relations = torch.tensor([[0, 1, 1], [0, 1, 2], [0, 1, 2], [1, 0, 3]])
+    relations = integers("0 1 1, 0 1 2, 0 1 2, 1 0 3", 3)
 
     def draw(seed):
         return relation_matrix(relations, 2, one_of_each, torch.Generator().manual_seed(seed))
@@ -135,19 +181,24 @@ def test_the_predicate_of_a_pair_is_drawn_by_the_generator(one_of_each, least, m
 
 def test_better_fitting_boxes_are_drawn_more_often():
     """Two proposals on one object, one relation to draw: in proportion to the IoU, 1 to 0.6."""
-    labels = torch.tensor([1, 2])
-    boxes = torch.cat([TRUE[:1], TRUE[:1] + torch.tensor([0, 0, 0, -40.0]), TRUE[1:]])
-    relations = torch.tensor([[0, 1], [0, 0]])
-    of_the_better = 0
+    proposals = (boxes("0 0 99 99, 0 0 99 59, 200 0 299 99"), integers("1, 1, 2"))
+    truth = (TRUE, integers("1, 2"), integers("0 1, 0 0", 2))
+    firsts = []
     for seed in range(300):
         draw = torch.Generator().manual_seed(seed)
-        drawn = sample_detected_boxes(boxes, labels[[0, 0, 1]], TRUE, labels, relations, per_relation=1, generator=draw)
-        of_the_better += int(drawn.pairs[0, 0]) == 0
-        assert drawn.labels.tolist().count(1) == 1
-    assert 0.52 < of_the_better / 300 < 0.73
+        drawn = sample_detected_boxes(*proposals, *truth, per_relation=1, generator=draw)
+        firsts.append(int(drawn.pairs[0, 0]))
+    assert 0.52 < firsts.count(0) / 300 < 0.73
 
 
-@pytest.mark.parametrize(("training", "added"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("training", "added"),
+    [
+        (True, True),
+        (False, True),
+        (True, False),
+    ],
+)
 def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkeypatch, training, added):
     """A weak detector proposes few of the objects that the relations are between."""
     model = model_of(table, "sgdet", freeze="detector", add_annotated_boxes=added).train(training)

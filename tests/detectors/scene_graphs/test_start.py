@@ -36,7 +36,12 @@ def test_counts_start_the_bias_and_travel_with_the_weights(table, tmp_path, batc
     again = load_detector_folder(tmp_path)[0].eval()
     assert again.predicates == PREDICATES
     assert torch.equal(again.relation_counts, torch.from_numpy(relations))
-    torch.testing.assert_close(graphs_of(model, batch), graphs_of(again, batch), rtol=0, atol=0)
+    torch.testing.assert_close(
+        graphs_of(model, batch),
+        graphs_of(again, batch),
+        rtol=0,
+        atol=0,
+    )
 
 
 @pytest.fixture
@@ -48,7 +53,11 @@ def glove(tmp_path):
 
 def test_vectors_of_words_are_those_of_the_name_or_of_a_word_in_it(glove):
     vectors = load_word_vectors(glove, ["Circle", "old square", "unknown"], 3)
-    assert vectors[[0, 2, 3]].tolist() == [[4, 5, 6], [1, 2, 3], [7, 8, 9]]
+    assert vectors[[0, 2, 3]].tolist() == [
+        [4, 5, 6],
+        [1, 2, 3],
+        [7, 8, 9],
+    ]
     assert vectors.shape == (5, 3)
     assert vectors.isfinite().all()
     with pytest.raises(BadInput, match="embed_dim"):
@@ -69,7 +78,12 @@ def test_class_vectors_start_from_words(table, glove):
 
 
 def split_of(folder, name, *predicates):
-    row = row_of(1, [[1, 1, 9, 9], [2, 2, 20, 20]], labels=[0, 0], relations=[(0, 1, p) for p in predicates])
+    row = row_of(
+        1,
+        [[1, 1, 9, 9], [2, 2, 20, 20]],
+        labels=[0, 0],
+        relations=[(0, 1, p) for p in predicates],
+    )
     return write_rows(
         [row],
         cache_file=folder / f"{name}.json",

@@ -56,4 +56,11 @@ def test_equal_combinations_rank_by_pair_then_predicate(keep, pairs):
     scores = rng.integers(0, 5, (pairs, 12)).astype(np.float32) / 4
     of_pairs = rng.integers(0, 5, pairs).astype(np.float32) / 4
     expected = np.argsort(-(scores * of_pairs[:, None]).ravel(), kind="stable")[:keep]
-    np.testing.assert_array_equal(best_combinations(scores, of_pairs, keep), np.stack(np.divmod(expected, 12), 1))
+    np.testing.assert_array_equal(
+        best_combinations(
+            scores,
+            of_pairs,
+            keep,
+        ),
+        np.stack(np.divmod(expected, 12), 1),
+    )

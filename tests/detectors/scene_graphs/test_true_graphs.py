@@ -4,7 +4,11 @@ import numpy as np
 from report_data import table_of
 from rows import integers
 
+from toolkit.data.dataset import DetectionDataset
+from toolkit.data.sampling import SampleKey
+from toolkit.data.transforms.geometry import RandomFlip
 from toolkit.detectors.scene_graphs.true_graphs import true_graph, zero_shot_triplets
+from toolkit.tools.shapes import PREDICATES
 
 OBJECTS = [((10 * k, 5, 10 * k + 8, 20), label) for k, label in enumerate((0, 1, 1))]
 
@@ -27,3 +31,18 @@ def test_triplets_that_training_did_not_show_are_those_of_the_table(tmp_path):
     seen = np.zeros((2, 2, 2), bool)
     seen[1, 0, 0] = True
     assert zero_shot_triplets(seen, table).tolist() == [[0, 1, 1], [1, 1, 0]]
+
+
+def test_relations_are_true_of_mirrored_images_too(table):
+    dataset = DetectionDataset(table, RandomFlip(1.0))
+    directed = 0
+    for index in range(len(table)):
+        _, target = dataset[SampleKey(0, index)]
+        assert "mirrored_predicates" not in target
+        centres = target["boxes"][:, [0, 2]].mean(1)
+        for subject, object_, predicate in target["relations"].tolist():
+            if PREDICATES[predicate] in ("left of", "right of"):
+                is_left = bool(centres[subject] < centres[object_])
+                assert is_left == (PREDICATES[predicate] == "left of")
+                directed += 1
+    assert directed

@@ -55,7 +55,16 @@ def test_features_of_boxes_are_those_of_the_original(data, maps):
     head = TwoMLPHead(CHANNELS * 49, WIDTH)
     load_original(head, part(data, "box/state/"), "")
     of_images = list(boxes_of(data).split(data["num_objects"].tolist()))
-    close(head(whole_pixel_pool()(maps, of_images, data["sizes_hw"].tolist())), data["box/features"])
+    close(
+        head(
+            whole_pixel_pool()(
+                maps,
+                of_images,
+                data["sizes_hw"].tolist(),
+            )
+        ),
+        data["box/features"],
+    )
 
 
 @pytest.mark.parametrize(("name", "separate"), [("all", 0), ("separate", WIDTH)])
@@ -64,18 +73,32 @@ def test_features_of_unions_are_those_of_the_original(data, maps, name, separate
     head = TwoMLPHead(CHANNELS * 49, WIDTH)
     union = UnionFeatures(pool, head, CHANNELS, separate_spatial=separate).eval()
     load_original(union, part(data, f"{name}/state/"), NAMES)
-    features, spatial = union(maps, boxes_of(data), data["pairs"], data["num_pairs"].tolist(), data["sizes_hw"])
+    features, spatial = union(
+        maps,
+        boxes_of(data),
+        data["pairs"],
+        data["num_pairs"].tolist(),
+        data["sizes_hw"],
+    )
     close(features, data[f"{name}/features"])
     if separate:
         close(spatial, data["separate/spatial"])
     else:
         assert spatial is None
-    assert pool(maps, [torch.zeros(0, 4)], [(128, 128)]).shape == (0, CHANNELS, 7, 7), "no pairs"
+    assert pool(
+        maps,
+        [torch.zeros(0, 4)],
+        [(128, 128)],
+    ).shape == (0, CHANNELS, 7, 7), "no pairs"
 
 
 def test_images_and_parts_of_them_do_not_see_each_other(monkeypatch):
     pool = MultiScaleRoIAlign(["0"], output_size=7, sampling_ratio=2)
-    union = UnionFeatures(pool, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)), 6).eval()
+    union = UnionFeatures(
+        pool,
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)),
+        6,
+    ).eval()
     maps = {"0": torch.randn(3, 6, 33, 33)}
 
     def features_of(maps, batch):
@@ -93,9 +116,19 @@ def test_images_and_parts_of_them_do_not_see_each_other(monkeypatch):
 
 def test_a_batch_without_pairs_trains():
     pool = MultiScaleRoIAlign(["0"], output_size=7, sampling_ratio=2)
-    union = UnionFeatures(pool, torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)), 6)
+    union = UnionFeatures(
+        pool,
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6 * 49, 10)),
+        6,
+    )
     no_pairs = torch.zeros(0, 2, dtype=torch.int64)
-    features, _ = union({"0": torch.randn(1, 6, 9, 9)}, torch.zeros(0, 4), no_pairs, [0], torch.tensor([[36, 36]]))
+    features, _ = union(
+        {"0": torch.randn(1, 6, 9, 9)},
+        torch.zeros(0, 4),
+        no_pairs,
+        [0],
+        torch.tensor([[36, 36]]),
+    )
     features.sum().backward()
     assert features.shape == (0, 10)
     assert union.rectangles.conv[2].running_mean.isfinite().all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import boxes, integers
 from torch import nn
 
 from toolkit.base.box_ops import cxcywh_to_xyxy
@@ -22,26 +23,59 @@ from toolkit.detectors.ssd.criterion import (
 def test_a_cells_anchors_follow_the_order_of_the_ratios_each_once():
     given = level_anchors((1, 1), (0.2, 0.3), [3, 2, 3])
     sides = torch.tensor(
-        [[1, 1], [1.5, 1.5], [3**0.5, 3**-0.5], [3**-0.5, 3**0.5], [2**0.5, 2**-0.5], [2**-0.5, 2**0.5]]
+        [
+            [1, 1],
+            [1.5, 1.5],
+            [3**0.5, 3**-0.5],
+            [3**-0.5, 3**0.5],
+            [2**0.5, 2**-0.5],
+            [2**-0.5, 2**0.5],
+        ]
     )
     torch.testing.assert_close(given, torch.cat([torch.full((6, 2), 0.5), 0.2 * sides], dim=1))
 
 
 corner = st.floats(0.0, 0.875, width=32)
 side = st.floats(0.0625, 0.125, width=32)
-boxes_in_unit_square = st.lists(st.tuples(corner, corner, side, side, st.booleans()), max_size=5)
+boxes_in_unit_square = st.lists(
+    st.tuples(
+        corner,
+        corner,
+        side,
+        side,
+        st.booleans(),
+    ),
+    max_size=5,
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(images=st.lists(boxes_in_unit_square, min_size=1, max_size=3), threshold=st.sampled_from([0.3, 0.5]))
+@given(
+    images=st.lists(
+        boxes_in_unit_square,
+        min_size=1,
+        max_size=3,
+    ),
+    threshold=st.sampled_from([0.3, 0.5]),
+)
 def test_matching_is_that_of_a_loop_over_boxes(images, threshold):
-    anchors = torch.rand(40, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1, 0.3, 0.3])
+    anchors = torch.rand(
+        40,
+        4,
+        generator=torch.Generator().manual_seed(0),
+    ) * torch.tensor([1, 1, 0.3, 0.3])
     anchors[:, 2:] += 0.02
     targets = []
     for rows in images:
         numbers = torch.tensor(rows).reshape(-1, 5)
-        boxes = torch.cat([numbers[:, :2], numbers[:, :2] + numbers[:, 2:4]], 1)
-        targets.append({"boxes": boxes, "labels": torch.arange(len(rows)), "iscrowd": numbers[:, 4].long()})
+        objects = torch.cat([numbers[:, :2], numbers[:, :2] + numbers[:, 2:4]], 1)
+        targets.append(
+            {
+                "boxes": objects,
+                "labels": torch.arange(len(rows)),
+                "iscrowd": numbers[:, 4].long(),
+            }
+        )
     objects = pad_objects(targets, torch.tensor([1, 1]))
     labels, index = match_anchors(anchors, objects, threshold)
     for found, at, target in zip(labels, index, targets, strict=True):
@@ -84,7 +118,12 @@ variance = st.sampled_from([0.1, 0.2, 1.0])
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.tuples(place, place, length, length), st.tuples(place, place, length, length), variance, variance)
+@given(
+    st.tuples(place, place, length, length),
+    st.tuples(place, place, length, length),
+    variance,
+    variance,
+)
 def test_decoding_is_the_inverse_of_encoding(box, anchor, center_variance, size_variance):
     boxes = cxcywh_to_xyxy(torch.tensor([box]))
     anchors = torch.tensor([anchor])
@@ -106,12 +145,15 @@ def test_the_hardest_negatives_of_each_image_count():
     assert loss[0][mined[0]].min() > left.max()
 
 
-def target(boxes=(), labels=(), crowds=()):
-    """Of an image of 64 x 96 pixels."""
+def target(objects, labels="", crowds=""):
+    """Of an image of 64 x 96 pixels; crowds are numbers of objects."""
+    numbered = boxes(objects)
+    iscrowd = torch.zeros(len(numbered), dtype=torch.int64)
+    iscrowd[integers(crowds)] = 1
     return {
-        "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
-        "labels": torch.tensor(labels, dtype=torch.int64),
-        "iscrowd": torch.tensor([int(i in crowds) for i in range(len(boxes))], dtype=torch.int64),
+        "boxes": numbered,
+        "labels": integers(labels),
+        "iscrowd": iscrowd,
         "size": torch.tensor([64, 96]),
     }
 
@@ -119,8 +161,14 @@ def target(boxes=(), labels=(), crowds=()):
 def test_labels_are_smoothed_in_training_mode_only():
     anchors = level_anchors((3, 3), (0.3, 0.5), [2])
     hw = torch.tensor([64, 96])
-    logits, offsets = torch.randn(2, 2, len(anchors), 4, generator=torch.Generator().manual_seed(0))
-    targets = [target([[20, 10, 60, 50]], [0]), target([[1, 1, 95, 63]], [2])]
+    logits, offsets = torch.randn(
+        2,
+        2,
+        len(anchors),
+        4,
+        generator=torch.Generator().manual_seed(0),
+    )
+    targets = [target("20 10 60 50", "0"), target("1 1 95 63", "2")]
 
     def losses_of(criterion):
         return criterion(logits, offsets, anchors, hw, targets, {"positives": 1.0})[0]
@@ -132,7 +180,11 @@ def test_labels_are_smoothed_in_training_mode_only():
     assert in_evaluation == plain
     assert in_training["loss_loc"] == plain["loss_loc"]
     labels, _ = match_anchors(anchors, pad_objects(targets, hw), 0.5)
-    used = mine_negatives(-logits.log_softmax(-1)[..., 0], labels, 3) | (labels > 0)
+    used = mine_negatives(
+        -logits.log_softmax(-1)[..., 0],
+        labels,
+        3,
+    ) | (labels > 0)
     by_torch = nn.functional.cross_entropy(logits[used], labels[used], reduction="sum", label_smoothing=0.2)
     torch.testing.assert_close(in_training["loss_cls"], by_torch)
     assert float(by_torch) != pytest.approx(float(plain["loss_cls"]), rel=1e-3)
@@ -151,10 +203,23 @@ def test_the_weight_of_the_regression_makes_both_losses_alike():
         weights.append(float(criterion.balance.weight))
     assert weights == pytest.approx([1.0, 3.0, 3.0, 12 / 5])
     anchors = level_anchors((3, 3), (0.3, 0.5), [2])
-    given = (torch.zeros(1, len(anchors), 4), torch.ones(1, len(anchors), 4), anchors, torch.tensor([64, 96]))
+    given = (
+        torch.zeros(
+            1,
+            len(anchors),
+            4,
+        ),
+        torch.ones(1, len(anchors), 4),
+        anchors,
+        torch.tensor([64, 96]),
+    )
     losses = {}
     for training in (True, False):
-        found, _ = criterion.train(training)(*given, [target([[20, 10, 60, 50]], [0])], {"positives": 1.0})
+        found, _ = criterion.train(training)(
+            *given,
+            [target("20 10 60 50", "0")],
+            {"positives": 1.0},
+        )
         losses[training] = float(found["loss_loc"])
     assert losses[True] == pytest.approx(12 / 5 * losses[False])
     plain = SsdCriterion()
@@ -167,11 +232,18 @@ def test_anchors_in_a_crowd_are_neither_positive_nor_negative():
     criterion = SsdCriterion()
     anchors = level_anchors((4, 6), (0.2, 0.3), [2])
     hw = torch.tensor([64, 96])
-    crowd_only = [target([[0, 0, 48, 64]], [1], crowds=[0])]
+    crowd_only = [target("0 0 48 64", "1", crowds="0")]
     assert criterion.denominators(anchors, crowd_only, hw) == {"positives": 0.0}
-    targets = [*crowd_only, target([[0, 0, 48, 64], [70, 20, 90, 50]], [1, 2], crowds=[0])]
+    targets = [*crowd_only, target("0 0 48 64, 70 20 90 50", "1, 2", crowds="0")]
     logits = torch.zeros(2, len(anchors), 4, requires_grad=True)
-    losses, _ = criterion(logits, torch.zeros(2, len(anchors), 4), anchors, hw, targets, {"positives": 1.0})
+    losses, _ = criterion(
+        logits,
+        torch.zeros(2, len(anchors), 4),
+        anchors,
+        hw,
+        targets,
+        {"positives": 1.0},
+    )
     losses["loss_cls"].backward()
     used = logits.grad.abs().sum(-1) > 0
     assert not used[0].any()

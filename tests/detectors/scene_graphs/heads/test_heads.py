@@ -84,7 +84,12 @@ def test_effects_survive_half_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = head(batch).relation_logits
     assert half.dtype == torch.float32
-    torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        half,
+        expected,
+        rtol=0.05,
+        atol=0.05 * float(expected.abs().max()),
+    )
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -98,7 +103,14 @@ def test_squat_reads_union_boxes_only_where_told(reads):
 
 
 @pytest.mark.parametrize(
-    ("name", "keeps"), [("react", True), ("react_pp", True), ("squat", True), ("penet", False), ("frequency", False)]
+    ("name", "keeps"),
+    [
+        ("react", True),
+        ("react_pp", True),
+        ("squat", True),
+        ("penet", False),
+        ("frequency", False),
+    ],
 )
 @torch.no_grad()
 def test_some_heads_keep_the_labels_of_the_detector(name, keeps):
@@ -148,7 +160,11 @@ def test_a_running_mean_moves_once_for_each_image_or_for_the_batch():
 
 
 def test_columns_are_drawn_as_multinomial_draws_them():
-    weights = torch.rand(500, 9, generator=torch.Generator().manual_seed(0))[:, 1:]
+    weights = torch.rand(
+        500,
+        9,
+        generator=torch.Generator().manual_seed(0),
+    )[:, 1:]
     torch.manual_seed(3)
     expected = weights.multinomial(1)[:, 0]
     torch.manual_seed(3)

@@ -121,8 +121,23 @@ def test_heads_give_the_numbers_of_their_originals(case):
     data = arrays("prototypes")
     batch = given_batch(data, name)
     width = batch.union_features.shape[1]
-    sizes = HeadSizes(5, 13, roi_dim=7, union_dim=width, hidden_dim=4, pooling_dim=6, embed_dim=3)
-    head = build_relation_head(name, mode, sizes, torch.zeros(5, 5, 13), dim=8, dropout=0.0)
+    sizes = HeadSizes(
+        5,
+        13,
+        roi_dim=7,
+        union_dim=width,
+        hidden_dim=4,
+        pooling_dim=6,
+        embed_dim=3,
+    )
+    head = build_relation_head(
+        name,
+        mode,
+        sizes,
+        torch.zeros(5, 5, 13),
+        dim=8,
+        dropout=0.0,
+    )
     state = part(data, f"{name}/state/")
     used = [key for key in state if not key.startswith("linear_pred") and "rope" not in key]
     load_original(head, {key: state[key] for key in used}, NAMES[name])

@@ -10,16 +10,33 @@ from toolkit.detectors.scene_graphs.heads.trees import grow_trees
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.integers(0, 10**6))
+@given(
+    st.lists(
+        st.integers(0, 8),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 10**6),
+)
 def test_trees_reach_every_object_once(num_objects, seed):
     size = max(num_objects)
-    scores = torch.rand(len(num_objects), size, size, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    scores = torch.rand(
+        len(num_objects),
+        size,
+        size,
+        generator=torch.Generator().manual_seed(seed),
+    ).round(decimals=1)
     forest = grow_trees(scores, num_objects)
     assert sorted(forest.order.tolist()) == list(range(sum(num_objects)))
     children = torch.cat([forest.left, forest.right])
     assert sorted(children[children >= 0].tolist()) == torch.where(forest.parent >= 0)[0].tolist()
     starts = accumulate([0, *num_objects[:-1]])
-    for of_image, start, parents in zip(scores, starts, forest.parent.split(num_objects), strict=True):
+    for of_image, start, parents in zip(
+        scores,
+        starts,
+        forest.parent.split(num_objects),
+        strict=True,
+    ):
         expected = plain_tree(of_image[: len(parents), : len(parents)])
         assert torch.where(parents >= 0, parents - start, -1).tolist() == expected
 

@@ -6,15 +6,19 @@ import h5py
 import numpy as np
 import pytest
 from PIL import Image
+from rows import boxes
 
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.detectors.scene_graphs.readers.visual_genome import load_image_list
 from toolkit.detectors.scene_graphs.readers.visual_genome_files import find_files
 
-NAMES = {"label_to_idx": {"ship": 1, "crane": 2}, "predicate_to_idx": {"over": 1, "beside": 2, "at": 3}}
+NAMES = {
+    "label_to_idx": {"ship": 1, "crane": 2},
+    "predicate_to_idx": {"over": 1, "beside": 2, "at": 3},
+}
 ARRAYS = {  # two images, the second without relations; boxes are centre x, y, w, h where the longer side is 1024
-    "boxes_1024": np.array([[100.5, 50.25, 40.5, 20.5], [300, 200, 64, 32], [512, 256, 100, 100]], np.float32),
+    "boxes_1024": boxes("100.5 50.25 40.5 20.5, 300 200 64 32, 512 256 100 100").numpy(),
     "labels": np.array([[1], [2], [1]], np.int32),
     "relationships": np.array([[0, 1], [1, 0]], np.int32),
     "predicates": np.array([3, 1], np.int32),
@@ -71,21 +75,44 @@ def test_columns_are_read_as_rows_are(tmp_path):
 
 
 def test_wrong_shapes_are_named(tmp_path):
-    wrong = {"predicates": np.zeros((2, 2), np.int32), "labels": np.ones(3), "boxes_1024": np.ones((3, 5))}
+    wrong = {
+        "predicates": np.zeros((2, 2), np.int32),
+        "labels": np.ones(3),
+        "boxes_1024": np.ones((3, 5)),
+    }
     with pytest.raises(BadInput) as caught:
         opened(write(tmp_path, **wrong))
     assert "`predicates` is int32 (2, 2); expected integers (N, 1) or (N,)" in str(caught.value)
     assert "`labels` is float64 (3,)" in str(caught.value)
     assert "`boxes_1024` is float64 (3, 5)" in str(caught.value)
     with pytest.raises(BadInput, match=r"box row 1 .*nan"):
-        opened(write(tmp_path, boxes_1024=ARRAYS["boxes_1024"] * [[1], [np.nan], [1]]))
+        opened(
+            write(
+                tmp_path,
+                boxes_1024=ARRAYS["boxes_1024"]
+                * [
+                    [1],
+                    [np.nan],
+                    [1],
+                ],
+            )
+        )
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Files with names of their own, among others that are not graphs."""
     write(tmp_path, h5="graphs.h5", names="words.json")
-    (tmp_path / "captions.json").write_text(json.dumps([{"image_id": 1, "objects": [{"width": 3, "height": 4}]}]))
+    (tmp_path / "captions.json").write_text(
+        json.dumps(
+            [
+                {
+                    "image_id": 1,
+                    "objects": [{"width": 3, "height": 4}],
+                }
+            ]
+        )
+    )
     with h5py.File(tmp_path / "features.h5", "w") as h5:
         h5["features"] = np.zeros(3)
     return tmp_path
@@ -117,7 +144,14 @@ def test_all_missing_files_are_named(tmp_path):
 
 @pytest.mark.parametrize(("rows", "first"), [(4, 1592), (3, 5)])
 def test_corrupted_images_are_left_out_only_where_the_count_then_fits(tmp_path, rows, first):
-    images = [{"image_id": number, "width": 8, "height": 8} for number in (1592, 5, 6, 7)]
+    images = [
+        {
+            "image_id": number,
+            "width": 8,
+            "height": 8,
+        }
+        for number in (1592, 5, 6, 7)
+    ]
     (tmp_path / "image_data.json").write_text(json.dumps(images))
     found = load_image_list(tmp_path / "image_data.json", tmp_path, rows)
     assert len(found) == rows

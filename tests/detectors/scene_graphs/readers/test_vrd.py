@@ -15,7 +15,13 @@ def test_names_of_text_files_and_a_box_that_is_related_to_itself(tmp_path):
     (tmp_path / "annotations_test.json").write_text(json.dumps(annotations))
     (tmp_path / "obj.txt").write_text("table\ncup\n")
     (tmp_path / "rel.txt").write_text("next to\n")
-    table = open_dataset("test", format="vrd", name=str(tmp_path), image_dir=tmp_path, cache_dir=tmp_path / "cache")
+    table = open_dataset(
+        "test",
+        format="vrd",
+        name=str(tmp_path),
+        image_dir=tmp_path,
+        cache_dir=tmp_path / "cache",
+    )
     assert table.class_names == ["table", "cup"]
     assert table.predicates == ("next to",)
     row = table.row(0)
