@@ -10,6 +10,7 @@ from scene_graph_data import INNER, WITHOUT_VALUE, criterion_of, losses_of, mode
 
 from toolkit.base.errors import BadInput
 from toolkit.base.seeding import seed_images
+from toolkit.detectors.scene_graphs.graph_detector import GraphDetector
 from toolkit.detectors.scene_graphs.heads import RELATION_HEADS
 from toolkit.models import build_detector
 from toolkit.tools.shapes import ATTRIBUTES
@@ -112,6 +113,7 @@ def test_resolved_settings_say_what_is_frozen(table, mode, head, options, freeze
 
 def test_parts_of_imp_learn_slowly(table):
     model = model_of(table, head="imp")
+    assert isinstance(model, GraphDetector)
     parameters = [name for name, _ in model.named_parameters()]
     assert model.slow_prefixes
     for prefix in model.slow_prefixes:

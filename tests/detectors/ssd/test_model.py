@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 from rows import boxes, integers
+from torch import nn
 from torchvision.ops import box_iou
 
 from toolkit.base.box_ops import cxcywh_to_xyxy
@@ -36,9 +37,11 @@ def outputs_of(detector, hw, count=2):
 
 
 @pytest.mark.parametrize("hw", [(64, 96), (100, 150)])
-@pytest.mark.parametrize("architecture", ["ssd", "ssdlite"])
-def test_every_output_has_its_anchor_whatever_the_size(architecture, hw):
-    outputs = outputs_of(tiny(architecture).eval(), hw)
+@pytest.mark.parametrize(("architecture", "norm"), [("ssd", "group"), ("ssdlite", "sync")])
+def test_every_output_has_its_anchor_whatever_the_size(architecture, norm, hw):
+    detector = tiny(architecture, norm=norm).eval()
+    assert not any(type(module) is nn.BatchNorm2d for module in detector.modules())
+    outputs = outputs_of(detector, hw)
     cells = [-(-hw[0] // stride) * -(-hw[1] // stride) for stride in (16, 32, 64)]
     count = 6 * cells[0] + 4 * (cells[1] + cells[2] + 1)
     assert len(outputs["anchors"]) == count

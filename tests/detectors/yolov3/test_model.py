@@ -83,6 +83,8 @@ def test_norms_are_of_one_kind_and_leave_the_random_weights(weights, norm, of_ba
     assert issubclass(found, of_backbone)
     [found] = norms_in(detector.blocks, detector.transitions)
     assert issubclass(found, of_heads)
+    maps = detector.eval()(torch.zeros(1, 3, 64, 96, dtype=torch.uint8), torch.tensor([[64, 96]]))
+    assert maps["raw_stride8"].shape == (1, 21, 8, 12)
     for name, value in detector.state_dict().items():
         assert value.ndim < 2 or torch.equal(value, weights[name])
     assert_resolved_options_build_it_again(detector, ["a", "b"])

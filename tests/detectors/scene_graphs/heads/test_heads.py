@@ -1,18 +1,32 @@
 """What every relation head promises: images by themselves, finite losses for any batch, and its own options."""
 
-from itertools import combinations
-
 import pytest
 import torch
 from relation_data import batch_of, head_of, image_of
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.scene_graphs.heads import RELATION_HEADS
-from toolkit.detectors.scene_graphs.heads.layers import AVERAGE_RATIO, RunningMean
-from toolkit.detectors.scene_graphs.heads.vctree import drawn_columns
+from toolkit.detectors.scene_graphs.heads.causal import CausalHead
+from toolkit.detectors.scene_graphs.heads.imp import IMPHead
+from toolkit.detectors.scene_graphs.heads.prototypes import PrototypeHead
+from toolkit.detectors.scene_graphs.heads.react_pp import ReactPlusPlusHead
+from toolkit.detectors.scene_graphs.heads.transformer import TransformerHead
 from toolkit.detectors.scene_graphs.postprocess import rank_triplets
 from toolkit.detectors.scene_graphs.relation_batch import head_losses, mean
-from toolkit.step.execution import describe_float32_layers, has_lstm_kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("imp", IMPHead),
+        ("transformer", TransformerHead),
+        ("vtranse", CausalHead),
+        ("react", PrototypeHead),
+        ("react_pp", ReactPlusPlusHead),
+    ],
+)
+def test_a_name_builds_its_head(name, cls):
+    assert isinstance(head_of(name, "predcls"), cls)
 
 
 @pytest.mark.parametrize("mode", ["predcls", "sgcls", "sgdet"])
@@ -50,56 +64,6 @@ def test_every_batch_trains(name, mode, precision):
             assert parameter.grad is None or parameter.grad.isfinite().all()
     for buffer in head.buffers():
         assert buffer.isfinite().all()
-
-
-def test_lstms_in_float32_are_told_of_where_they_are():
-    """Those of Motifs (two), on a CPU that has no kernel of them for halves; other heads have matrix products."""
-    motifs = head_of("motifs", "predcls")
-    told = describe_float32_layers(motifs, "cpu", "bf16")
-    assert ("the 2 of the detector go in float32" in told) == (not has_lstm_kernel("cpu", torch.bfloat16))
-    assert not describe_float32_layers(motifs, "cpu", "no")
-    assert not describe_float32_layers(motifs, "cuda", "bf16")
-    assert not describe_float32_layers(head_of("vctree", "predcls"), "cpu", "bf16")
-
-
-@torch.no_grad()
-def test_effects_of_causal_differ():
-    batch = batch_of([4, 3])
-    outputs = []
-    for effect in ("none", "TDE", "NIE", "TE"):
-        head = head_of("causal", "sgcls", effect=effect)
-        head.train()(batch)
-        outputs.append(head.eval()(batch).relation_logits)
-    for one, other in combinations(outputs, 2):
-        assert (one - other).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_effects_survive_half_precision():
-    """The difference of two bfloat16 sums would have next to no digits left."""
-    batch = batch_of([4, 3])
-    head = head_of("causal", "predcls", effect="TDE").eval()
-    expected = head(batch).relation_logits
-    head.frequency.table.weight.add_(500.0)  # cancels exactly
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = head(batch).relation_logits
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(
-        half,
-        expected,
-        rtol=0.05,
-        atol=0.05 * float(expected.abs().max()),
-    )
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_squat_reads_union_boxes_only_where_told(reads):
-    head = head_of("squat", "predcls", use_union=reads).eval()
-    batch = batch_of([4, 3])
-    before = head(batch).relation_logits
-    batch.union_features = batch.union_features + 1
-    assert head.reads_union == reads
-    assert torch.equal(before, head(batch).relation_logits) != reads
 
 
 @pytest.mark.parametrize(
@@ -143,29 +107,3 @@ def test_some_heads_keep_the_labels_of_the_detector(name, keeps):
 def test_wrong_options_are_named(words, head, mode, options):
     with pytest.raises(BadInput, match=words):
         head_of(head, mode, **options)
-
-
-def test_a_running_mean_moves_once_for_each_image_or_for_the_batch():
-    rows = torch.randn(6, 3)
-    of_images = RunningMean(3).train()
-    of_batch = RunningMean(3).train()
-    value = torch.zeros(3)
-    for _ in range(2):
-        of_images(rows, counts=[1, 0, 3, 2])
-        of_batch(rows)
-        for image in (rows[:1], rows[1:4], rows[4:]):  # the published loop
-            value = value * (1 - AVERAGE_RATIO) + AVERAGE_RATIO * image.mean(0)
-    torch.testing.assert_close(of_images.value, value)
-    torch.testing.assert_close(of_batch.value, AVERAGE_RATIO * (2 - AVERAGE_RATIO) * rows.mean(0))
-
-
-def test_columns_are_drawn_as_multinomial_draws_them():
-    weights = torch.rand(
-        500,
-        9,
-        generator=torch.Generator().manual_seed(0),
-    )[:, 1:]
-    torch.manual_seed(3)
-    expected = weights.multinomial(1)[:, 0]
-    torch.manual_seed(3)
-    assert torch.equal(drawn_columns(weights, torch.empty(500, 8).exponential_()), expected)
