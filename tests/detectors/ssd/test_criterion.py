@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import boxes, integers
+from rows import boxes, integers, rows
 from torch import nn
+from torchvision.ops import box_area
+from torchvision.ops.boxes import _box_inter_union
 
 from toolkit.base.box_ops import cxcywh_to_xyxy
 from toolkit.detectors.ssd.criterion import (
@@ -22,94 +24,47 @@ from toolkit.detectors.ssd.criterion import (
 
 def test_a_cells_anchors_follow_the_order_of_the_ratios_each_once():
     given = level_anchors((1, 1), (0.2, 0.3), [3, 2, 3])
-    sides = torch.tensor(
-        [
-            [1, 1],
-            [1.5, 1.5],
-            [3**0.5, 3**-0.5],
-            [3**-0.5, 3**0.5],
-            [2**0.5, 2**-0.5],
-            [2**-0.5, 2**0.5],
-        ]
-    )
-    torch.testing.assert_close(given, torch.cat([torch.full((6, 2), 0.5), 0.2 * sides], dim=1))
+    squares = torch.tensor(rows("1 1, 2.25 2.25, 3 0.3333333, 0.3333333 3, 2 0.5, 0.5 2"))
+    torch.testing.assert_close(given, torch.cat([torch.full((6, 2), 0.5), 0.2 * squares.sqrt()], dim=1))
 
 
 corner = st.floats(0.0, 0.875, width=32)
 side = st.floats(0.0625, 0.125, width=32)
-boxes_in_unit_square = st.lists(
-    st.tuples(
-        corner,
-        corner,
-        side,
-        side,
-        st.booleans(),
-    ),
-    max_size=5,
-)
+any_objects = st.lists(st.tuples(corner, corner, side, side, st.booleans()), max_size=5)
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    images=st.lists(
-        boxes_in_unit_square,
-        min_size=1,
-        max_size=3,
-    ),
-    threshold=st.sampled_from([0.3, 0.5]),
-)
-def test_matching_is_that_of_a_loop_over_boxes(images, threshold):
-    anchors = torch.rand(
-        40,
-        4,
-        generator=torch.Generator().manual_seed(0),
-    ) * torch.tensor([1, 1, 0.3, 0.3])
+@given(st.lists(any_objects, min_size=1, max_size=3), st.sampled_from([0.3, 0.5]))
+def test_matching_is_that_of_a_loop_over_anchors(images, threshold):
+    anchors = torch.rand(40, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1, 0.3, 0.3])
     anchors[:, 2:] += 0.02
     targets = []
-    for rows in images:
-        numbers = torch.tensor(rows).reshape(-1, 5)
-        objects = torch.cat([numbers[:, :2], numbers[:, :2] + numbers[:, 2:4]], 1)
-        targets.append(
-            {
-                "boxes": objects,
-                "labels": torch.arange(len(rows)),
-                "iscrowd": numbers[:, 4].long(),
-            }
-        )
-    objects = pad_objects(targets, torch.tensor([1, 1]))
-    labels, index = match_anchors(anchors, objects, threshold)
+    for objects in images:
+        x, y, width, height, crowd = torch.tensor(objects).reshape(-1, 5).T
+        corners = torch.stack([x, y, x + width, y + height], 1)
+        targets.append({"boxes": corners, "labels": torch.arange(len(objects)), "iscrowd": crowd.long()})
+    labels, index = match_anchors(anchors, pad_objects(targets, torch.tensor([1, 1])), threshold)
     for found, at, target in zip(labels, index, targets, strict=True):
-        assert found.tolist() == loop_match(cxcywh_to_xyxy(anchors), target["boxes"], target["iscrowd"], threshold)
+        assert found.tolist() == loop_match(cxcywh_to_xyxy(anchors), target, threshold)
         positive = found > 0
         assert torch.equal(at[positive], found[positive] - 1)
 
 
-def loop_match(anchors, boxes, crowd, threshold):
+def loop_match(anchors, target, threshold):
     """Labels by the rules, one anchor and one box at a time; label j + 1 for box j."""
-    real = [j for j in range(len(boxes)) if not crowd[j]]
+    crowd = target["iscrowd"].bool()
+    common, union = _box_inter_union(target["boxes"], anchors)
+    iou = (common / (union + 1e-5)).masked_fill(crowd[:, None], -1)
+    covered = (common / box_area(anchors) >= threshold) & crowd[:, None]
     labels = []
-    for anchor in anchors:
-        overlaps = {j: float(iou_plus(anchor, boxes[j])) for j in real}
-        best = max(overlaps, key=overlaps.get, default=None)
-        least = threshold * (anchor[2:] - anchor[:2]).prod()
-        in_crowd = [j for j in range(len(boxes)) if crowd[j] and common_area(anchor, boxes[j]) >= least]
-        if best is not None and overlaps[best] >= threshold:
-            labels.append(best + 1)
+    for a in range(len(anchors)):
+        if len(iou) and iou[:, a].max() >= threshold:
+            labels.append(int(iou[:, a].argmax()) + 1)
         else:
-            labels.append(IGNORED_LABEL if in_crowd else 0)
-    for j in real:
-        nearest = torch.stack([iou_plus(anchor, boxes[j]) for anchor in anchors]).argmax()
-        labels[int(nearest)] = j + 1
+            labels.append(IGNORED_LABEL if covered[:, a].any() else 0)
+    for j in torch.nonzero(~crowd).flatten().tolist():
+        labels[int(iou[j].argmax())] = j + 1
     return labels
-
-
-def common_area(a, b):
-    return (torch.minimum(a[2:], b[2:]) - torch.maximum(a[:2], b[:2])).clamp(min=0).prod()
-
-
-def iou_plus(a, b):
-    common = common_area(a, b)
-    return common / ((a[2:] - a[:2]).prod() + (b[2:] - b[:2]).prod() - common + 1e-5)
 
 
 length = st.floats(0.015625, 0.5, width=32)
