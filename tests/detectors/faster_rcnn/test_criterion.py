@@ -59,6 +59,20 @@ def test_crowds_and_objects_that_nothing_touches_are_never_matched(candidate, bo
     assert match.tolist() == [expected]
 
 
+@pytest.mark.parametrize(
+    ("crowd", "high", "low", "expected"),
+    [
+        pytest.param(0, 0.5, 0.3, 0, id="as high as asked"),
+        pytest.param(0, 0.9, 0.5, IGNORED, id="not below the low one"),
+        pytest.param(1, 0.9, 0.8, IGNORED, id="half of it in a crowd"),
+    ],
+)
+def test_thresholds_belong_to_the_upper_side(crowd, high, low, expected):
+    boxes = (numbered("0 0 10 10"), numbered("0 0 10 5"))
+    match = match_candidates(*boxes, torch.tensor([crowd]), high, low, crowd_overlap=0.5)
+    assert match.tolist() == [expected]
+
+
 def test_candidates_far_from_every_object_are_ignored_unless_there_is_none():
     candidates = numbered("0 0 4 4, 8 8 12 12")
     objects = numbered("0 0 4 3").expand(2, 1, 4)
