@@ -28,7 +28,7 @@ def test_mixing_ends_with_its_epoch(server, settings):
 
 @pytest.mark.slow
 def test_compiled_it_is_exported_at_the_end(server, settings):
-    given = "--run.max_steps 1 --run.eval_every 0 --optim.compile aot_eager --run.export true".split()
+    given = "--run.epochs 1 --run.eval_every 0 --optim.compile aot_eager --run.export true".split()
     ended = server.run(YOLOV3, settings(*given, *YOLOV3.one_size), whole=True, within_s=900).ok()
     assert "largest differences from PyTorch on 3 images" in ended.text
     session = onnxruntime.InferenceSession(ended.folder / "final" / "model.onnx")

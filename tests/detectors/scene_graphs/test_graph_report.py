@@ -10,11 +10,11 @@ from toolkit.detectors.scene_graphs.graph_report import judge_graphs
 
 @pytest.fixture
 def judged(tmp_path):
-    """Of three relations one is found, one has another predicate, and the boxes of one are not in the graph."""
+    """Of three relations one is found second, one has another predicate, and the boxes of one are not in the graph."""
     objects = [([0, 0, 20, 20], 0), ([50, 50, 80, 80], 1), ([0, 60, 30, 90], 2)]
     image = {"objects": objects, "relations": [(0, 1, 1), (2, 0, 0), (1, 2, 0)]}
     table = table_of(tmp_path, [image], ("a", "b", "c"), draw=False, predicates=("on", "of"))
-    return judge_graphs({10: prediction("0 1 1, 2 0 1", 2)}, table, {"scores": {"zR@20": 0.5, "R@20": 9.0}})
+    return judge_graphs({10: prediction("0 1 0, 0 1 1, 2 0 1", 2)}, table, {"scores": {"zR@20": 0.5, "R@20": 9.0}})
 
 
 def test_confusions_have_a_column_for_pairs_that_were_not_found(judged):

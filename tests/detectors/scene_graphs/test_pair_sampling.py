@@ -179,6 +179,14 @@ def test_the_predicate_of_a_pair_is_drawn_by_the_generator(one_of_each, least, m
     assert (draws[:, 1, 0] == 3).all()
 
 
+def test_a_detection_has_no_relation_with_itself():
+    """Two objects of one class, one on the other: each detection stands for both."""
+    twice = (boxes("0 0 99 99, 0 0 99 99"), integers("1, 1"))
+    drawn = sample_detected_boxes(*twice, *twice, integers("0 1, 0 0", 2))
+    assert drawn.labels.tolist() == [1, 1]
+    assert sorted(drawn.pairs.tolist()) == [[0, 1], [1, 0]]
+
+
 def test_better_fitting_boxes_are_drawn_more_often():
     """Two proposals on one object, one relation to draw: in proportion to the IoU, 1 to 0.6."""
     proposals = (boxes("0 0 99 99, 0 0 99 59, 200 0 299 99"), integers("1, 1, 2"))
