@@ -20,6 +20,7 @@ from rcnn_data import (
 from torchvision.models import detection
 from torchvision.models.detection.roi_heads import paste_masks_in_image, project_masks_on_boxes
 
+from toolkit.base.errors import BadInput
 from toolkit.data.table import Category
 from toolkit.detectors.faster_rcnn import mask_branch
 from toolkit.detectors.faster_rcnn.options import FasterRcnnOptions
@@ -261,3 +262,8 @@ def test_a_training_takes_masks_by_its_own_setting_from_weights_with_or_without(
     assert f"{'new' if masks else 'unused':<7s} roi_heads.mask_head.0.0.weight" in table
     stored = json.loads((tmp_path / "pretrained_config.json").read_text())
     assert stored["options"]["masks"] == masks
+
+
+def test_masks_with_the_pools_of_another_program_are_refused():
+    with pytest.raises(BadInput, match=r"leave out model\.whole_pixels"):
+        tiny_with_masks(whole_pixels=True)
