@@ -3,11 +3,12 @@
 import shutil
 from pathlib import Path
 
-from calling import ROOT, Call, call_all
+from calling import Call, call_all
+from places import SMALL_CONFIGS, SUPPORT
 
 from toolkit.tools.shapes import make_shapes
 
-STUB = ROOT / "tests" / "scripts" / "stub_training.py"
+STUB = SUPPORT / "stub_training.py"
 SWEEP = f"""program: {STUB}
 method: random
 metric: {{name: val/score, goal: maximize}}
@@ -52,7 +53,7 @@ def keep_what_is_made() -> None:
 def training_argv(*settings: str) -> tuple[str, ...]:
     """Return the arguments of a small training of SSD in the folder of the inputs; those of `settings` win."""
     common = (
-        "--config", str(ROOT / "tests" / "scripts" / "configs" / "train_ssd.yaml"), "--data.train",
+        "--config", str(SMALL_CONFIGS / "train_ssd.yaml"), "--data.train",
         "data/annotations/train.json", "--data.val", VAL, "--data.format", "coco", "--data.image_size", "64",
         "--data.workers", "0", "--data.batch_size_per_device", "2", "--run.log_every", "1", "--run.max_steps", "1",
         "--run.max_minutes", "null", "--eval.batch_size_per_device", "2", "--eval.pictures", "0",
