@@ -1,6 +1,6 @@
 """End-to-end tests of the training scripts: for the first of `SCRIPTS`, and for all of them where a test says so.
 
-Loop and `main` of all five are the same text (tests/test_drift.py), so what the toolkit's core does when something goes
+Loop and `main` of all five are the same text (tests/test_layers.py), so what the toolkit's core does when something goes
 wrong is shown with the first. What depends on the detector is marked `every_script`; with "slow", `make test` runs it
 for the first one alone.
 
