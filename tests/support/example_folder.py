@@ -19,34 +19,37 @@ LINKS = {
     "configs": ROOT / "configs",
     "scripts": ROOT / "scripts",
     "SRC": "DIR",
-    "HUB_NAME_OR_FOLDER": "DIR",
-    "FILE": "val.json",
     "test2017": "images",
     "unlabelled": "images",
-    "photos": "images",
-    "holiday": "images",
+    "holiday": "photos",
     "large": "DIR",
     "TXL_PBC": "DIR",
     "nuclei": "DIR",
     "bccd": "DIR",
     "RUN": "runs/detr",
+    "boxes.json": "val.json",
 }
 RUN_LINKS = {
-    "detr": ("a", "b", "bccd", "fold_1", "fold_2", "fold_3", "mine", "other", "theirs", "vg150_detr"),
+    "detr": ("a", "b", "bccd", "mine", "other", "theirs", "vg150_detr"),
     "faster_rcnn": ("detector", "frcnn", "vg150_detector", "vg_detector"),
-    "sgg": ("sgdet",),
+    "sgg": ("sgdet", "sgg_vg150"),
 }
+AT_ONCE = ("--schedule.name", "constant", "--schedule.warmup_steps", "0")
 # Trainings whose runs other commands name: script, name of the run, further words.
 TRAININGS = (
-    ("train_detr", "detr"),
+    ("train_detr", "detr", "--optim.ema_decay", "0.9"),
     ("train_yolov3", "yolov3"),
     ("train_faster_rcnn", "faster_rcnn"),
     ("train_sgg", "sgg"),
-    ("train_sgg", "causal", "--model.head", "causal"),
-    ("train_ssd", "diverged", "--optim.lr", "1e38", "--schedule.name", "constant", "--schedule.warmup_steps", "0"),
+    ("train_sgg", "causal", "--model.head", "causal", "--model.mode", "predcls", "--eval.metric_for_best", "R@20"),
+    ("train_ssd", "fold_1", "--data.val", "1/3", "--data.path", "ONE_SPLIT"),
+    ("train_ssd", "fold_2", "--data.val", "2/3", "--data.path", "ONE_SPLIT"),
+    ("train_ssd", "fold_3", "--data.val", "3/3", "--data.path", "ONE_SPLIT"),
+    ("train_faster_rcnn", "fcos", "--model.architecture", "fcos_detector:FCOS"),
+    ("train_detr", "diverged", "--optim.lr", "1e38", *AT_ONCE),
 )
 AFTERWARDS = (
-    ("evaluate", "runs/detr", "--save", "results.json"),
+    ("evaluate", "runs/detr", "--split", "val.json", "--save", "results.json"),
     ("convert", "DIR", "VOC2007", "--to", "voc"),
 )
 
@@ -56,21 +59,26 @@ def make_example_folder(folder: Path) -> None:
     _make_data(folder)
     for name, target in LINKS.items():
         (folder / name).symlink_to(target)
-    (folder / "runs").mkdir()
+    runs = folder / "runs"
+    (runs / "sweeps" / "folds").mkdir(parents=True)
     for target, names in RUN_LINKS.items():
         for name in names:
-            (folder / "runs" / name).symlink_to(target)
+            (runs / name).symlink_to(target)
+    for number in (1, 2, 3):
+        (runs / "sweeps" / "folds" / f"trial_{number}").symlink_to(f"../../fold_{number}")
     trainings = [Call(script, _argv(script, name, words)) for script, name, *words in TRAININGS]
     _succeed(trainings, call_all(trainings, folder, shorten_trainings, keep=True), but="diverged")
-    (report,) = folder.glob("runs/diverged/nan/*")
-    (folder / "runs" / "detr" / "nan").mkdir()
-    shutil.move(report, folder / "runs" / "detr" / "nan" / "step_000123")
+    (report,) = runs.glob("diverged/nan/*")
+    (runs / "detr" / "nan").mkdir()
+    shutil.move(report, runs / "detr" / "nan" / "step_000123")
     calls = [Call(script, tuple(words)) for script, *words in AFTERWARDS]
     _succeed(calls, call_all(calls, folder, prepare_nothing, keep=True))
 
 
 def _argv(script: str, name: str, words: Sequence[str]) -> tuple[str, ...]:
-    return ("--config", str(SMALL_CONFIGS / f"{script}.yaml"), "--data.path", "DIR", "--run.name", name, *words)
+    data = () if "--data.path" in words else ("--data.path", "DIR")
+    config = () if "fcos_detector:FCOS" in words else ("--config", str(SMALL_CONFIGS / f"{script}.yaml"))
+    return (*config, *data, "--run.name", name, *words)
 
 
 def _succeed(calls: Sequence[Call], outcomes: Sequence[Outcome], but: str = "nothing") -> None:
@@ -85,32 +93,39 @@ def _make_data(folder: Path) -> None:
 
     data = folder / "DIR"
     make_shapes(data, train_images=6, val_images=4, image_size=128)
-    shutil.copytree(data / "val", data / "test")
+    make_shapes(folder / "more", train_images=1, val_images=4, image_size=128, seed=1)
+    shutil.move(folder / "more" / "val", data / "test")
+    shutil.move(folder / "more" / "annotations" / "val.json", data / "annotations" / "test.json")
+    shutil.rmtree(folder / "more")
     (data / "JPEGImages").symlink_to("train")
     images = folder / "images"
     images.mkdir()
-    for split in ("train", "val"):
+    for split in ("train", "val", "test"):
         file = data / "annotations" / f"{split}.json"
         document = json.loads(file.read_text())
         for category, name in zip(document["categories"], CLASSES, strict=True):
             category["name"] = name
         file.write_text(json.dumps(document))
         for image in document["images"]:
-            shutil.copy(data / split / image["file_name"], images / f"{split}_{image['file_name']}")
-            image["file_name"] = f"{split}_{image['file_name']}"
+            name = f"{split}_{image['file_name']}"
+            shutil.copy(data / split / image["file_name"], images / name)
+            image["file_name"] = name
         (folder / f"{split}.json").write_text(json.dumps(document))
-    shutil.copy(data / "annotations" / "val.json", data / "annotations" / "test.json")
-    shutil.copy(folder / "val.json", folder / "test.json")
-    document = json.loads((folder / "val.json").read_text())
-    without_boxes = {key: document[key] for key in ("images", "categories")}
-    (folder / "test-dev.json").write_text(json.dumps(without_boxes))
+    (folder / "test-dev.json").write_text(json.dumps(document | {"annotations": [], "rel_annotations": []}))
+    only = folder / "ONE_SPLIT"
+    shutil.copytree(data / "train", only / "train")
+    (only / "annotations").mkdir()
+    shutil.copy(data / "annotations" / "train.json", only / "annotations")
     shutil.copy(images / "val_000000.jpg", folder / "photo.jpg")
+    (folder / "photos").mkdir()
+    for picture in images.glob("val_*"):
+        shutil.copy(picture, folder / "photos")
+    (folder / "data" / "visual_genome").mkdir(parents=True)
+    (folder / "data" / "visual_genome" / "VG_100K").symlink_to(data / "test")
     Image.open(folder / "photo.jpg").resize((700, 700)).save(folder / "map.png")
     _write_video(folder / "film.mp4", images)
     words = " ".join(["0.1"] * 200)
     (folder / "glove.6B.200d.txt").write_text("".join(f"{name} {words}\n" for name in CLASSES))
-    boxes = {path.name: {"boxes": [[8, 8, 60, 60], [50, 40, 120, 100]], "labels": [0, 1]} for path in images.iterdir()}
-    (folder / "boxes.json").write_text(json.dumps(boxes))
 
 
 def _write_video(path: Path, images: Path) -> None:
@@ -154,14 +169,15 @@ def shortened(config):
     # 300 queries need that many patches
     side = {"rf_detr": 280, "lw_detr": 320}.get(config.model.architecture, 224)
     data = config.data
-    data.format = "coco"
-    data.path = None
-    data.name = None
-    data.image_dir = None
-    data.classes = {}
-    data.train = "DIR/annotations/train.json"
-    data.val = "DIR/annotations/val.json"
-    data.shares = []
+    if data.path not in ("DIR", "ONE_SPLIT"):
+        data.format = "coco"
+        data.path = None
+        data.name = None
+        data.image_dir = None
+        data.classes = {}
+        data.train = "DIR/annotations/train.json"
+        data.val = "DIR/annotations/val.json"
+        data.shares = []
     data.workers = 0
     data.batch_size_per_device = 2
     data.max_train_images = None
@@ -178,6 +194,7 @@ def shortened(config):
     run.max_minutes = None
     run.tracker = "none"
     run.export = False
-    if hasattr(config.model, "pretrained_backbone"):
-        config.model.pretrained_backbone = False
+    config.model.pretrained_backbone = False
+    if not Path(config.model.pretrained or "").exists():
+        config.model.pretrained = None
     return config

@@ -52,7 +52,7 @@ def _parts(text: str) -> tuple[list[str], str | None, list[str]]:
     if words[0] == "detect" and words[1] in detect.commands():
         return [], detect.commands()[words[1]].stem, words[2:]
     for place, word in enumerate(words):
-        if re.fullmatch(r"scripts/\w+\.py", word) and "scripts/runs" not in words[0]:
+        if re.fullmatch(r"scripts/\w+\.py", word) and words[0] not in ("detect", "scripts/runs/until_done.sh"):
             return words[:place], Path(word).stem, words[place + 1 :]
     return words, None, []
 
