@@ -49,7 +49,8 @@ TRAININGS = (
     ("train_detr", "diverged", "--optim.lr", "1e38", *AT_ONCE),
 )
 AFTERWARDS = (
-    ("evaluate", "runs/detr", "--split", "val.json", "--save", "results.json"),
+    ("evaluate", "runs/detr", "--save", "results.json"),
+    ("evaluate", "runs/detr", "--split", "val.json", "--save", "results_of_val.json"),
     ("convert", "DIR", "VOC2007", "--to", "voc"),
 )
 
