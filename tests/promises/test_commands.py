@@ -96,7 +96,7 @@ def argv_of(command: Shown, folder: Path) -> tuple[str, ...]:
     words = [STAND_FOR.get(word, word) for word in command.arguments]
     if "--val" in words:  # a share of data that have no split of their own
         words = ["ONE_SPLIT" if word == "DIR" else word for word in words]
-    if words[0] == "results.json" and "--split" in words:  # of any program, on that file
+    if words[:1] == ["results.json"] and "--split" in words:  # of any program, on that file
         words[0] = "results_of_val.json"
     argv = []
     for word in words:
