@@ -59,7 +59,7 @@ notebooks: .venv/installed
 
 # One after another, minutes each; ARGS=05_your_detector runs that one.
 notebook-outputs: .venv/installed
-	$(BIN)/python tests/store_notebooks.py $(ARGS)
+	$(BIN)/python tests/support/store_notebooks.py $(ARGS)
 
 clean:
 	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from places import ROOT
+from places import ROOT, SUPPORT
 from processes import FORK_SERVER
 
 LONGEST_CALL_S = 240  # on a machine that is busy with other things too
@@ -37,21 +37,21 @@ class Outcome(NamedTuple):
 Prepare = Callable[[], None]
 
 
-def call_all(calls: Sequence[Call], folder: Path, prepare: Prepare) -> list[Outcome]:
+def call_all(calls: Sequence[Call], folder: Path, prepare: Prepare, keep: bool = False) -> list[Outcome]:
     """Return the outcome of each call, made one after the other in `folder`, from which what it wrote is removed.
 
     prepare: function of a module's top level, which is called in the process of the calls before them. A call that ends
-    the process or hangs is a failure, and those after it are made in a new process.
+    the process or hangs is a failure, and those after it are made in a new process. keep: nothing is removed.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(calls):
-        outcomes += _calls_until_death(calls[len(outcomes) :], folder, prepare)
+        outcomes += _calls_until_death(calls[len(outcomes) :], folder, prepare, keep)
     return outcomes
 
 
-def _calls_until_death(calls: Sequence[Call], folder: Path, prepare: Prepare) -> list[Outcome]:
+def _calls_until_death(calls: Sequence[Call], folder: Path, prepare: Prepare, keep: bool) -> list[Outcome]:
     ours, theirs = FORK_SERVER.Pipe()
-    process = FORK_SERVER.Process(target=_serve, args=(calls, str(folder), prepare, theirs))
+    process = FORK_SERVER.Process(target=_serve, args=(calls, str(folder), prepare, keep, theirs))
     process.start()
     theirs.close()
     outcomes = []
@@ -67,9 +67,9 @@ def _calls_until_death(calls: Sequence[Call], folder: Path, prepare: Prepare) ->
     return outcomes
 
 
-def _serve(calls: Sequence[Call], folder: str, prepare: Prepare, answers: Connection) -> None:
+def _serve(calls: Sequence[Call], folder: str, prepare: Prepare, keep: bool, answers: Connection) -> None:
     os.chdir(folder)
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / "scripts"), str(SUPPORT)]
     os.environ |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     os.environ["DETECTION_TOOLKIT_CACHE"] = str(Path(folder, "cache"))
     prepare()
@@ -78,7 +78,7 @@ def _serve(calls: Sequence[Call], folder: str, prepare: Prepare, answers: Connec
         before = _state_of_run()
         outcome = _outcome(call)
         answers.send(outcome._replace(changed_run=_state_of_run() != before))
-        for name in set(os.listdir()) - names - {"cache"}:
+        for name in set() if keep else set(os.listdir()) - names - {"cache"}:
             path = Path(name)
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

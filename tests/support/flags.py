@@ -36,8 +36,14 @@ FAULTS = {
     "not UTF-8": "a\udcff",
 }
 NOT_NUMBERS = [fault for fault in FAULTS if fault not in ("negative", "zero", "a list")]
-TRAINING = {"train_detr": "detr", "train_faster_rcnn": "faster_rcnn", "train_sgg": "scene_graphs", "train_ssd": "ssd",
-            "train_yolov3": "yolov3"}  # fmt: skip
+# Training script -> the folder of its family of detectors.
+TRAINING = {
+    "train_detr": "detr",
+    "train_faster_rcnn": "faster_rcnn",
+    "train_sgg": "scene_graphs",
+    "train_ssd": "ssd",
+    "train_yolov3": "yolov3",
+}
 
 
 class Case(NamedTuple):

@@ -3,11 +3,12 @@
 import shutil
 from pathlib import Path
 
-from calling import ROOT, Call, call_all
+from calling import Call, call_all
+from places import SMALL_CONFIGS, SUPPORT
 
 from toolkit.tools.shapes import make_shapes
 
-STUB = ROOT / "tests" / "scripts" / "stub_training.py"
+STUB = SUPPORT / "stub_training.py"
 SWEEP = f"""program: {STUB}
 method: random
 metric: {{name: val/score, goal: maximize}}
@@ -51,16 +52,23 @@ def keep_what_is_made() -> None:
 
 def training_argv(*settings: str) -> tuple[str, ...]:
     """Return the arguments of a small training of SSD in the folder of the inputs; those of `settings` win."""
-    common = (
-        "--config", str(ROOT / "tests" / "scripts" / "configs" / "train_ssd.yaml"), "--data.train",
-        "data/annotations/train.json", "--data.val", VAL, "--data.format", "coco", "--data.image_size", "64",
-        "--data.workers", "0", "--data.batch_size_per_device", "2", "--run.log_every", "1", "--run.max_steps", "1",
-        "--run.max_minutes", "null", "--eval.batch_size_per_device", "2", "--eval.pictures", "0",
-        "--run.output_dir", "started",
-    )  # fmt: skip
-    given = dict(zip(settings[::2], settings[1::2], strict=True))
-    kept = [word for flag, value in zip(common[::2], common[1::2], strict=True) if flag not in given
-            for word in (flag, value)]  # fmt: skip
+    common = {
+        "--config": str(SMALL_CONFIGS / "train_ssd.yaml"),
+        "--data.train": "data/annotations/train.json",
+        "--data.val": VAL,
+        "--data.format": "coco",
+        "--data.image_size": "64",
+        "--data.workers": "0",
+        "--data.batch_size_per_device": "2",
+        "--run.log_every": "1",
+        "--run.max_steps": "1",
+        "--run.max_minutes": "null",
+        "--eval.batch_size_per_device": "2",
+        "--eval.pictures": "0",
+        "--run.output_dir": "started",
+    }
+    given = set(settings[::2])
+    kept = [word for pair in common.items() if pair[0] not in given for word in pair]
     return (*kept, *settings)
 
 

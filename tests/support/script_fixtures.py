@@ -1,8 +1,8 @@
 """End-to-end tests of the training scripts: for the first of `SCRIPTS`, and for all of them where a test says so.
 
-Loop and `main` of all five are the same text (tests/test_drift.py), so what the toolkit's core does when something goes
-wrong is shown with the first. What depends on the detector is marked `every_script`; with "slow", `make test` runs it
-for the first one alone.
+Loop and `main` of all five are the same text (tests/test_layers.py), so what the toolkit's core does when something
+goes wrong is shown with the first. What depends on the detector is marked `every_script`; with "slow", `make test` runs
+it for the first one alone.
 
 Runs are forked from one process that has everything imported (`server.py`); what goes wrong in them, and when, is
 told by `faults.py`. A few tests start processes of their own, where launchers and exit codes are what is tested.

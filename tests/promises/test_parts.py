@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +20,10 @@ from toolkit.step.meters import SmoothedValue
 PAGE = (ROOT / "docs" / "parts.md").read_text(encoding="utf-8")
 (PROGRAM,) = re.findall(r'```python title="plain.py"\n(.*?)```', PAGE, re.DOTALL)
 # A picture of NaN makes every loss NaN, steps come before it and after it; at the end each process shows its weights.
-SAMPLES, NAN_AT = 12, 1
-WITH_A_NAN = PROGRAM.replace("range(40)", f"range({SAMPLES})").replace(
-    "    losses = model(images, targets)\n",
-    f"    images = [image * float('nan') for image in images] if seen == {NAN_AT} else images\n"
-    "    seen += 1\n"
-    "    losses = model(images, targets)\n",
-)
+SAMPLES = 12
+NAN_AT = 1
+CALL = "    losses = model(images, targets)\n"
+SPOIL = f"    images = [image * float('nan') for image in images] if seen == {NAN_AT} else images\n    seen += 1\n"
 HEAD = """
 import sys
 from toolkit import LossWeights, Meters, NanGuard, reduce_dict
@@ -38,35 +34,31 @@ TAIL = """
 total = sum(p.double().abs().sum() for p in accelerator.unwrap_model(model).parameters()).item()
 print(f"RESULT {accelerator.process_index} {total!r} {guard.skips} {len(meters.loss_objectness.window)} {modules}")
 """
+ON_TWO = "-m torch.distributed.run --standalone --nproc_per_node 2"
 
 
-def run_plain(folder: Path, program: str, *launcher: str) -> str:
-    script = folder / "plain.py"
-    script.write_text(HEAD + program + TAIL, encoding="utf-8")
+@pytest.mark.parametrize(("processes", "launcher"), [(1, ""), (2, ON_TWO)])
+def test_the_program_of_the_page_trains_on_after_a_nan(tmp_path, processes, launcher):
+    program = PROGRAM.replace("range(40)", f"range({SAMPLES})").replace(CALL, SPOIL + CALL)
+    (tmp_path / "plain.py").write_text(HEAD + program + TAIL, encoding="utf-8")
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=folder)
+    command = [sys.executable, *launcher.split(), "plain.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_program_of_the_page_trains_on_after_a_nan(tmp_path, processes):
-    two = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    launcher = () if processes == 1 else two
-    printed = run_plain(tmp_path, WITH_A_NAN, *launcher)
-    assert printed.count(f"skipped: at step {NAN_AT} ") == processes
-    results = re.findall(r"RESULT (\d) (\S+) (\d+) (\d+) (\[.*\])", printed)
-    assert len(results) == processes and len({total for _, total, *_ in results}) == 1
+    assert ended.stdout.count(f"skipped: at step {NAN_AT} ") == processes
+    results = re.findall(r"RESULT (\d) (\S+) (\d+) (\d+) (\[.*\])", ended.stdout)
+    assert len(results) == processes
+    assert len({total for _, total, *_ in results}) == 1
     steps = SAMPLES // 2 // processes
     for _, total, skips, updates, modules in results:
-        assert float(total) > 0 and skips == "0" and int(updates) == steps - 1 and modules == "[]"
-    assert re.search(rf"epoch 1 \[{steps}/{steps}\]  eta: 0:00:00  loss_box_reg: ", printed)
+        assert float(total) > 0
+        assert (skips, updates, modules) == ("0", str(steps - 1), "[]")
+    assert re.search(rf"epoch 1 \[{steps}/{steps}\]  eta: 0:00:00  loss_box_reg: ", ended.stdout)
 
 
 def test_the_program_is_as_short_as_promised():
-    lines = [line for line in PROGRAM.splitlines() if line.strip()]
-    assert len(lines) <= 36 and "nan" not in PROGRAM.replace("NanGuard", "")
+    assert len([line for line in PROGRAM.splitlines() if line.strip()]) <= 36
+    assert "nan" not in PROGRAM.replace("NanGuard", "")
 
 
 def test_a_misspelt_loss_raises_where_it_would_be_left_out():
@@ -87,22 +79,30 @@ def test_a_weight_of_the_mapping_may_be_scheduled_or_learned():
         LossWeights({"loss_a": "heavy"})
 
 
-def without_names() -> dict:
-    rank, _ = world()
-    same = reduce_dict({"b": float(rank), "a": torch.tensor(1.0)} if rank else {"a": torch.tensor(1.0), "b": 0.0})
+def reduced_on_ranks():
+    """The mean of values in another order, and what is said where a rank lacks one."""
+    values = {"a": torch.tensor(1.0), "b": float(world()[0])}
+    in_order = dict(sorted(values.items(), reverse=bool(world()[0])))
+    same = reduce_dict(in_order)
     try:
-        reduce_dict({"a": 1.0} if rank else {"a": 1.0, "b": 2.0})
+        reduce_dict({"a": 1.0} if world()[0] else {"a": 1.0, "b": 2.0})
     except UnannouncedName as error:
-        return {"same": same, "error": str(error)}
-    return {"same": same, "error": ""}
+        return same, str(error)
+    return same, ""
 
 
 def test_reduce_dict_takes_the_names_of_the_values():
     assert reduce_dict({"b": 2, "a": torch.tensor(1.5)}) == {"a": 1.5, "b": 2.0}
     assert reduce_dict({}) == {}
-    for result in run_on_ranks(without_names, 2):
-        assert result["same"] == {"a": 1.0, "b": 0.5}
-        assert "rank 1 has the names a, rank 0 has a, b" in result["error"]
+    for same, error in run_on_ranks(reduced_on_ranks, 2):
+        assert same == {"a": 1.0, "b": 0.5}
+        assert "rank 1 has the names a, rank 0 has a, b" in error
+
+
+# ---- the guard -------------------------------------------------------------------------------------------------------
+
+GOOD = torch.linspace(-1, 1, 24).view(8, 3)
+BAD = torch.full((8, 3), float("nan"))
 
 
 def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -112,13 +112,13 @@ def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model, optimizer, guard, batches, accelerator=None, factor: float = 1.0) -> list[bool]:
+    """Train on the batches that the guard takes; return which it took."""
     scaler = getattr(accelerator, "scaler", None)
     answers = []
     for batch in batches:
         loss = model(batch).square().mean() * factor
         (loss if scaler is None else scaler.scale(loss)).backward()
-        reduced = reduce_dict({"loss": loss})
-        answers.append(guard.check(reduced, model, optimizer, accelerator))
+        answers.append(guard.check(reduce_dict({"loss": loss}), model, optimizer, accelerator))
         if answers[-1]:
             optimizer.step()
             optimizer.zero_grad()
@@ -126,22 +126,20 @@ def train(model, optimizer, guard, batches, accelerator=None, factor: float = 1.
 
 
 def test_a_refused_batch_leaves_no_trace():
-    good = [torch.randn(8, 3) for _ in range(4)]
-    bad = torch.full((8, 3), float("nan"))
     states = []
-    for batches in (good, [bad, *good[:2], bad, bad, *good[2:]]):
+    for batches in ([GOOD, -GOOD, GOOD], [BAD, GOOD, -GOOD, BAD, BAD, GOOD]):
         model, optimizer = normed()
         guard = NanGuard("skip")
         guard.watch(model)
-        answers = train(model, optimizer, guard, batches)
-        assert answers == [bool(batch.isfinite().all()) for batch in batches]
-        states.append([*model.state_dict().values(), *(s["momentum_buffer"] for s in optimizer.state.values())])
-    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        assert train(model, optimizer, guard, batches) == [batch is not BAD for batch in batches]
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        states.append([*model.state_dict().values(), *momenta])
+    for tensor, other in zip(*states, strict=True):
+        assert torch.equal(tensor, other)
 
 
 @pytest.mark.parametrize("watches", [True, False])
-def test_the_guard_stops_as_its_policy_says(watches):
-    bad = torch.full((8, 3), float("inf"))
+def test_the_guard_stops_before_the_weights_change(watches):
     model, optimizer = normed()
     before = [p.clone() for p in model.parameters()]
     guard = NanGuard("stop")
@@ -149,12 +147,19 @@ def test_the_guard_stops_as_its_policy_says(watches):
     if watches:
         guard.watch(model)
     with pytest.raises(StoppedByGuard, match="loss is nan"):
-        train(model, optimizer, guard, [bad])
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        train(model, optimizer, guard, [BAD])
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_the_guard_stops_after_so_many_skips():
     with pytest.raises(StoppedByGuard):
-        train(*normed(), NanGuard("skip", max_skips=2), [bad] * 3)
+        train(*normed(), NanGuard("skip", max_skips=2), [BAD] * 3)
+
+
+def test_a_rollback_needs_a_run():
     with pytest.raises(BadInput, match="no checkpoints to roll back to"):
-        train(*normed(), NanGuard("rollback"), [bad])
+        train(*normed(), NanGuard("rollback"), [BAD])
 
 
 class Scaled:
@@ -162,9 +167,8 @@ class Scaled:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scale: float):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        self.optimizer = SimpleNamespace(
-            param_groups=optimizer.param_groups, zero_grad=optimizer.zero_grad, step=self._step
-        )
+        wrapped = {"param_groups": optimizer.param_groups, "zero_grad": optimizer.zero_grad, "step": self._step}
+        self.optimizer = SimpleNamespace(**wrapped)
         self._plain = optimizer
 
     def unscale_gradients(self, optimizer) -> None:
@@ -176,16 +180,14 @@ class Scaled:
 
 
 def test_in_fp16_a_scale_that_is_too_high_is_lowered_and_a_nan_is_skipped():
-    good = torch.randn(8, 3)
     model, plain = normed()
     scaled = Scaled(plain, scale=3e38)  # a scaled loss overflows until it has fallen
     guard = NanGuard("stop", max_calibrations=200)
-    answers = train(model, scaled.optimizer, guard, [good] * 40, scaled, factor=8.0)
-    assert answers[0] is False and answers[-1] is True, "calibrated, not stopped"
+    answers = train(model, scaled.optimizer, guard, [GOOD] * 40, scaled, factor=8.0)
+    assert answers[0] is False
+    assert answers[-1] is True, "calibrated, not stopped"
     assert scaled.scaler.get_scale() < 3e38
-    guard = NanGuard("skip")
-    bad = torch.full((8, 3), float("nan"))
-    assert train(model, scaled.optimizer, guard, [good, bad, good], scaled) == [True, False, True]
+    assert train(model, scaled.optimizer, NanGuard("skip"), [GOOD, BAD, GOOD], scaled) == [True, False, True]
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -195,9 +197,12 @@ def test_meters_are_used_as_those_of_detr(capsys):
     for number in meters.log_every([1.0, 2.0, 6.0], every=2, header="epoch 3"):
         meters.update(loss=number, lr=0.1)
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("epoch 3 [2/3]\teta: ") and last.startswith("epoch 3 [3/3]\teta: 0:00:00\tlr: 0.100000\t")
-    assert meters.loss.global_avg == 3.0 and meters.loss.median == 2.0 and meters.loss is meters["loss"]
+    assert first.startswith("epoch 3 [2/3]\teta: ")
+    assert last.startswith("epoch 3 [3/3]\teta: 0:00:00\tlr: 0.100000\t")
+    assert meters.loss.global_avg == 3.0
+    assert meters.loss.median == 2.0
+    assert meters.loss is meters["loss"]
     with pytest.raises(AttributeError, match="meter 'los' does not exist; there are lr, loss"):
         _ = meters.los
-    seen = list(meters.log_every(iter("ab"), every=1))
-    assert seen == ["a", "b"] and "[2]" in capsys.readouterr().out
+    assert list(meters.log_every(iter("ab"), every=1)) == ["a", "b"]
+    assert "[2]" in capsys.readouterr().out

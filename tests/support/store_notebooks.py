@@ -1,7 +1,7 @@
 """Runs notebooks as they stand and stores what their cells show.
 
-    python tests/store_notebooks.py                    # all, one after another; minutes each on two cores
-    python tests/store_notebooks.py 05_your_detector   # some
+    python tests/support/store_notebooks.py                    # all, one after another; minutes each on two cores
+    python tests/support/store_notebooks.py 05_your_detector   # some
 
 What depends on the machine or the moment is left out: paths, times, progress, warnings.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 import nbclient
 import nbformat
 from PIL import Image
+from places import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST_BYTES, LARGE_PICTURE = 500_000, 40_000
 TIMES = re.compile(r"\b\d+:\d\d(:\d\d)?\b|\b[\d.]+ ?(s|ms|sec|seconds|minutes|[KMG]i?B)\b|img/s")
@@ -31,8 +31,8 @@ OFFLINE_RUN = re.compile(r"offline-run-\d+_\d+-\w+")
 
 def environment(folder: Path) -> dict[str, str]:
     """The kernel's settings are in `folder`, its modules of the checkout; one thread, no GPU."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "IPYTHONDIR": str(folder),
-                         "PYTHONPATH": str(ROOT)}  # fmt: skip
+    variables = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    return os.environ | variables | {"IPYTHONDIR": str(folder)}
 
 
 def client(path: Path, runs: Path, values: Mapping | None = None, timeout_s: int = 400) -> nbclient.NotebookClient:
@@ -49,42 +49,54 @@ def client(path: Path, runs: Path, values: Mapping | None = None, timeout_s: int
     redirect = "import pathlib, toolkit.tools.notebook as shared"
     redirect += f"\nshared.runs_folder = lambda: pathlib.Path({str(runs)!r})"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(redirect))
-    return nbclient.NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", record_timing=False,
-                                   resources={"metadata": {"path": str(here)}})  # fmt: skip
+    place = {"metadata": {"path": str(here)}}
+    options = {"timeout": timeout_s, "kernel_name": "python3", "record_timing": False, "resources": place}
+    return nbclient.NotebookClient(notebook, **options)
+
+
+def code_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def storable(executed: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
     """What `client` ran below `folder`, without what another machine would show otherwise."""
     executed.cells.pop(0)  # what `client` put there
     executed.metadata["language_info"] = {"name": "python"}
-    for count, cell in enumerate((c for c in executed.cells if c.cell_type == "code"), 1):
-        cell.execution_count, kept = count, []
+    for count, cell in enumerate(code_of(executed), 1):
+        cell.execution_count = count
+        kept = []
         for output in cell.outputs:
+            if output.output_type == "stream":
+                _keep_text(kept, output, folder)
+                continue
             if output.output_type == "execute_result":
                 output.execution_count = count
-            if output.output_type == "stream":
-                if output.name == "stderr":
-                    continue
-                output.text = _lines(output.text, folder)
-                if kept and kept[-1].output_type == "stream":
-                    kept[-1].text += output.text
-                    continue
-                if not output.text:
-                    continue
-            elif "data" in output:
-                texts = {key: _lines(text, folder) for key, text in output.data.items() if key.startswith("text/")}
-                output.data |= texts
-                _shrink_pictures(output.data)
+            for key, text in output.get("data", {}).items():
+                if key.startswith("text/"):
+                    output.data[key] = _lines(text, folder)
+            _shrink_pictures(output.get("data", {}))
             kept.append(output)
         cell.outputs = kept
     return executed
+
+
+def _keep_text(kept: list, output: nbformat.NotebookNode, folder: Path) -> None:
+    """Add printed text to the outputs that are kept, to the one before if that is printed too."""
+    if output.name == "stderr":
+        return
+    output.text = _lines(output.text, folder)
+    if kept and kept[-1].output_type == "stream":
+        kept[-1].text += output.text
+    elif output.text:
+        kept.append(output)
 
 
 def _shrink_pictures(data: dict) -> None:
     """Large pictures become JPEG files of at most 700 pixels: a page to be read needs no more."""
     for kind in ("image/png", "image/jpeg"):
         if len(data.get(kind, "")) > LARGE_PICTURE:
-            picture, smaller = Image.open(BytesIO(base64.b64decode(data.pop(kind)))).convert("RGB"), BytesIO()
+            picture = Image.open(BytesIO(base64.b64decode(data.pop(kind)))).convert("RGB")
+            smaller = BytesIO()
             picture.thumbnail((700, 700))
             picture.save(smaller, "JPEG", quality=70)
             data["image/jpeg"] = base64.b64encode(smaller.getvalue()).decode()
@@ -100,14 +112,17 @@ def _lines(text: str, folder: Path) -> str:
 def faults(notebook: nbformat.NotebookNode) -> list[str]:
     """What must not be stored, in words."""
     found = []
-    for i, cell in enumerate(c for c in notebook.cells if c.cell_type == "code"):
+    for number, cell in enumerate(code_of(notebook)):
         for output in cell.outputs:
             shown = {"text/stream": output.get("text", ""), **output.get("data", {})}
             text = "".join(value for key, value in shown.items() if key.startswith("text/"))
             kind = "stderr" if output.get("name") == "stderr" else output.output_type
-            found += [f"code cell {i}: {kind}"] * (kind in ("error", "stderr"))
-            found += [f"code cell {i}: {what} {hit.group()!r}" for what, pattern in (("time", TIMES), ("path", MACHINE))
-                      if (hit := pattern.search(text))]  # fmt: skip
+            if kind in ("error", "stderr"):
+                found.append(f"code cell {number}: {kind}")
+            for what, pattern in (("time", TIMES), ("path", MACHINE)):
+                hit = pattern.search(text)
+                if hit:
+                    found.append(f"code cell {number}: {what} {hit.group()!r}")
     return found
 
 
@@ -120,7 +135,8 @@ def main(names: list[str]) -> None:
                 continue
             notebook = storable(client(path, folder / "runs", timeout_s=3600).execute(), folder)
             text = nbformat.writes(notebook)
-            if wrong := faults(notebook):
+            wrong = faults(notebook)
+            if wrong:
                 raise SystemExit(f"{path.name} is not stored: {'; '.join(wrong)}")
             if len(text.encode()) > LARGEST_BYTES:
                 raise SystemExit(f"{path.name} is not stored: {len(text.encode())} bytes, more than {LARGEST_BYTES}")

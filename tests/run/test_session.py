@@ -1,0 +1,154 @@
+"""A run from its first to its last line, in this process: what it leaves, how it goes on, and what a refusal leaves."""
+
+import importlib
+import json
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+from flags import model_settings
+from launching import SCRIPTS, flat
+from places import ROOT
+
+from toolkit.base.errors import BadInput
+from toolkit.detectors.ssd.options import SsdOptions
+from toolkit.models.final import load_detector_folder
+from toolkit.run import session, session_begin, session_end, settings_check
+from toolkit.run.command_line import parse_config
+from toolkit.run.layers import COMMAND_LINE, Layer
+from toolkit.run.training import Training
+from toolkit.tools.shapes import make_shapes
+
+(SSD,) = (script for script in SCRIPTS if script.name == "train_ssd")
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """A function that trains an SSD of two steps with further settings, in a folder that is kept; returns its row."""
+    folder = tmp_path_factory.mktemp("session")
+    make_shapes(folder / "data", train_images=4, val_images=2, image_size=64)
+    annotations = folder / "data" / "annotations"
+    small = {
+        "--config": SSD.config,
+        "--data.train": annotations / "train.json",
+        "--data.val": annotations / "val.json",
+        "--data.format": "coco",
+        "--data.image_size": 64,
+        "--data.workers": 0,
+        "--data.batch_size_per_device": 2,
+        "--eval.pictures": 0,
+        "--run.output_dir": folder / "runs",
+        "--run.max_steps": 2,
+        "--run.log_every": 1,
+    }
+
+    def run(**settings):
+        given = {f"--{name.replace('__', '.')}": value for name, value in settings.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(ROOT / "scripts"))
+            patch.setattr(session_end, "_report", lambda *_: None)  # which takes seconds
+            patch.setenv("ACCELERATE_USE_CPU", "true")
+            module = importlib.import_module("train_ssd")
+            config = parse_config(module.Config, flat(small | given), module.DEFAULT_CONFIG)
+            try:
+                return module.main(config)
+            finally:
+                AcceleratorState._reset_state(True)
+
+    run.folder = folder / "runs"
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(train):
+    """The folder of a run of two steps, and the row that it returned."""
+    row = train(run__name="whole")
+    return train.folder / "whole", row
+
+
+def rows(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(folder) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def test_a_run_leaves_rows_a_status_and_final_weights(whole):
+    folder, row = whole
+    assert [r["step"] for r in rows(folder) if "train/loss" in r] == [1, 2]
+    assert row["val/bbox_AP"] is not None
+    assert (status(folder)["state"], status(folder)["step"]) == ("done", 2)
+    assert status(folder)["ended_by"] == ["run.max_steps"]
+    detector, _ = load_detector_folder(folder / "final")[:2]
+    assert all(p.isfinite().all() for p in detector.parameters())
+
+
+def test_the_settings_that_a_run_keeps_are_those_in_use(whole):
+    """Without what stands for a choice that the run has made."""
+    written = yaml.safe_load((whole[0] / "config.yaml").read_text())
+    assert written["run"]["precision"] in ("no", "bf16")
+    assert written["optim"]["compile"] is False
+    assert written["model"]["backbone"] == "lcnet_035"
+    names = {f"model.{key}" for key in written["model"]}
+    assert names == {*model_settings("ssd"), "model.architecture"}
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing(whole, train):
+    folder, _ = whole
+    before = (folder / "final" / "model.safetensors").read_bytes()
+    train(run__name="whole", run__resume="latest")
+    assert status(folder)["step"] == 2
+    assert len([r for r in rows(folder) if "train/loss" in r]) == 2
+    assert (folder / "final" / "model.safetensors").read_bytes() == before
+
+
+def test_an_evaluation_alone_writes_a_run_without_checkpoints(whole, train):
+    folder, row = whole
+    again = train(run__name="evaluated", run__resume=folder, run__eval_only="true")
+    assert again["val/bbox_AP"] == row["val/bbox_AP"]
+    assert not list((train.folder / "evaluated" / "checkpoints").iterdir())
+
+
+def test_a_refused_start_leaves_its_reason_alone(whole, train):
+    with pytest.raises(BadInput, match="no such metric"):
+        train(run__name="refused", eval__metric_for_best="bbox_APP")
+    assert status(train.folder / "refused")["state"] == "bad_input"
+    assert not (train.folder / "refused" / "metrics.jsonl").exists()
+    with pytest.raises(BadInput, match="exists already"):
+        train(run__name="whole")
+
+
+def test_a_run_of_a_sweep_is_named_after_its_trial(monkeypatch):
+    """One command starts all trials."""
+    config = parse_config(importlib.import_module("scripts.train_ssd").Config, ["--run.name", "a"], None)
+    monkeypatch.setattr(session, "agent_run_id", lambda: "x7")
+    assert session._named_after_trial(config).run.name == "a-x7"
+    monkeypatch.setattr(session, "agent_run_id", lambda: None)
+    assert session._named_after_trial(config).run.name == "a"
+
+
+def test_nothing_changes_in_a_run_that_is_new():
+    class New:
+        stored = None
+
+    assert session_begin._changes(New, {"run": {"seed": 1}}) == []
+
+
+@pytest.mark.parametrize("divided_by", ["image", "", 1])
+def test_a_loss_of_ones_own_is_divided_by_what_there_is(divided_by):
+    with pytest.raises(BadInput, match='expected "images", "boxes" or None'):
+        Training.announce(None, "mine", 1.0, divided_by)
+
+
+def test_null_is_a_setting_not_given_in_a_file_alone():
+    """Of the model, as the config.yaml of a run has it."""
+    kinds = {"model": SsdOptions}
+    for where, problems in (("config.yaml", 0), (COMMAND_LINE, 1)):
+        layer = Layer(where, {"model.iou_threshold": None})
+        assert len(settings_check.check(layer, kinds)) == problems
+
+
+def test_a_family_has_the_architectures_of_one_script():
+    assert {"ssd", "ssdlite"} <= set(settings_check.family_of(SsdOptions))
+    assert "yolov3" not in settings_check.family_of(SsdOptions)
