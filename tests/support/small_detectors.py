@@ -3,6 +3,7 @@
 import torch
 import yaml
 from places import SMALL_CONFIGS
+from published import SMALL_ECDET
 from transformers import (
     Deimv2Config,
     DFineConfig,
@@ -81,28 +82,28 @@ SMALL = {  # `+` and `++`: variants of an architecture
     "rf_detr": {"source_config": TINY_RF_DETR},
     "lw_detr": {"source_config": TINY_LW_DETR},
     **dict.fromkeys(HYBRIDS, FINE),
-    "ecdet": {name: value for name, value in FINE.items() if name not in ("backbone", "freeze")},
+    "ecdet": {"source_config": SMALL_ECDET["s"] | {"decoder_layers": 2, "num_queries": 12, "num_denoising": 8}},
 }
 OF_TRANSFORMERS = [name for name in SMALL if name != "ecdet"]
 
 
-def settings_of_script(name: str) -> dict:
-    """The settings of the detector in the small configuration of a training script."""
-    return yaml.safe_load((SMALL_CONFIGS / f"train_{name}.yaml").read_text())["model"]
+def settings_in(config: str) -> dict:
+    """The settings of the detector in one of the small configurations."""
+    return yaml.safe_load((SMALL_CONFIGS / f"{config}.yaml").read_text())["model"]
 
 
 MODELS = {name: {"architecture": name.rstrip("+"), **options} for name, options in SMALL.items()}
 MODELS |= {
     "without denoising": {"architecture": "rt_detr_v2", **FINE, "num_denoising": 0},
-    "yolov3": {"architecture": "yolov3", **settings_of_script("yolov3")},
-    "ssd": {"architecture": "ssd", **settings_of_script("ssd")},
-    "faster_rcnn": {"architecture": "faster_rcnn", **settings_of_script("faster_rcnn")},
+    "yolov3": {"architecture": "yolov3", **settings_in("train_yolov3")},
+    "ssd": {"architecture": "ssd", **settings_in("train_ssd")},
+    "faster_rcnn": {"architecture": "faster_rcnn", **settings_in("train_faster_rcnn")},
 }
 
 
 def built(name: str, **options):
     """One of `MODELS` in training, from random weights."""
-    options = MODELS[name] | {"pretrained_backbone": False} | options
+    options = MODELS[name] | options
     return build(options.pop("architecture"), **options).train()
 
 
@@ -160,9 +161,20 @@ def batch_of(counts, hw=(64, 96), crowd: int = 0, smaller=None):
     return collate(list(zip(images, targets, strict=True)))
 
 
+def forward(detector, batch):
+    """The outputs of a batch in training."""
+    return detector(batch.images, batch.sizes, batch.targets)
+
+
+@torch.no_grad()
+def predicted(detector, batch):
+    """The outputs of a batch without targets."""
+    return detector.eval()(batch.images, batch.sizes)
+
+
 def run(detector, batch, denominators=None):
     """Losses and metrics of a batch."""
-    outputs = detector(batch.images, batch.sizes, batch.targets)
+    outputs = forward(detector, batch)
     return detector.criterion(outputs, batch.targets, denominators or detector.denominators(batch.targets))
 
 
