@@ -55,5 +55,5 @@ def test_a_size_trains_and_is_rebuilt_from_its_settings(name, expected, given, h
     losses, _ = run(detector, batch_of([2, 0, 1], hw))
     sum(losses.values()).backward()
     assert trained_without_gradient(detector) == []
-    assert_resolved_options_build_it_again(detector, CLASSES, ("pretrained", "backbone"))
+    assert_resolved_options_build_it_again(detector, CLASSES, ("pretrained", "backbone", "ffn_dim"))
     assert (expected | given).items() <= detector.resolved_options().items()
