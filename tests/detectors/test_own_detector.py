@@ -44,6 +44,14 @@ def test_fcos_is_trained_resumed_evaluated_and_predicted(server, arguments, data
     assert "bbox_AP" in evaluated.numbers
     for source in (folder, folder / "final"):
         out = folder.parent / f"found_{source.name}"
-        predict = [source, data / "val", "--out", out, "--score-threshold", "0.01", "--trust"]
+        predict = [
+            source,
+            data / "val",
+            "--out",
+            out,
+            "--score-threshold",
+            "0.01",
+            "--trust",
+        ]
         server.run(ROOT / "scripts" / "predict.py", predict, env=ENV).ok()
         assert len(json.loads((out / "predictions.json").read_text())["images"]) == 10

@@ -54,7 +54,12 @@ def test_a_class_that_keeps_the_contract_passes_and_a_module_does_not():
 def test_a_scene_graph_needs_a_detector_with_maps():
     below = {"architecture": f"{__name__}:Blind"}
     with pytest.raises(BadInput, match="Blind has no feature maps"):
-        build_detector("scene_graph", class_names=["a"], predicates=["on"], detector_options=below)
+        build_detector(
+            "scene_graph",
+            class_names=["a"],
+            predicates=["on"],
+            detector_options=below,
+        )
 
 
 def test_further_columns_of_decode_are_chosen_along():

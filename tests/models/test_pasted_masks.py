@@ -19,7 +19,12 @@ def test_pixels_are_those_of_all_of_the_picture_interpolated(side_hw, size_hw):
     masks[2, -1, -1] = 0.9
     masks[3] = 0.9
     pixels = pasted_masks.masks_over_image(masks, size_hw)
-    logits = interpolate(masks.logit()[:, None], size=size_hw, mode="bilinear", align_corners=False)[:, 0]
+    logits = interpolate(
+        masks.logit()[:, None],
+        size=size_hw,
+        mode="bilinear",
+        align_corners=False,
+    )[:, 0]
     at_the_edge = logits.abs() < 1e-5
     assert not pixels[0].any()
     assert torch.equal(pixels | at_the_edge, (logits > 0) | at_the_edge)

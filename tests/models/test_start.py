@@ -48,7 +48,13 @@ def begin(run_folder):
         said = []
         torch.manual_seed(7)
         settings = options_class(options["architecture"])(**options)
-        detector = start_detector(settings, classes, run_folder, resumed_from=None, say=said.append)
+        detector = start_detector(
+            settings,
+            classes,
+            run_folder,
+            resumed_from=None,
+            say=said.append,
+        )
         return detector, "\n".join(said)
 
     return start
@@ -142,7 +148,13 @@ def test_a_hub_model_trains_with_the_default_command(architecture, tmp_path, run
         argv += ["--model.architecture", architecture]
     options = parse_config(train_detr.Config, argv, train_detr.DEFAULT_CONFIG).model
     assert set(options.given) <= {"pretrained", "architecture"}
-    detector = start_detector(options, ["person", "hexagon", "dog"], run_folder, resumed_from=None, say=print)
+    detector = start_detector(
+        options,
+        ["person", "hexagon", "dog"],
+        run_folder,
+        resumed_from=None,
+        say=print,
+    )
     lines = (run_folder / "pretrained.txt").read_text().splitlines()[1:]
     assert not [line for line in lines if line.startswith(("new", "unused"))]
     assert any("rows of 2 of 3 classes: person, dog" in line for line in lines)

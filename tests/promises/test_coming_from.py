@@ -3,25 +3,17 @@
 import importlib
 import re
 import sys
-from argparse import Namespace
 from dataclasses import asdict
 from functools import reduce
 
 import pytest
-import torch
 import yaml
 from places import ASSETS, ROOT
-from published import as_detr_saves_it
 from shown_commands import shown_commands
 
-from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import val_transform, validation_loader
-from toolkit.evaluation.coco import CocoEvaluator
-from toolkit.evaluation.predict_dataset import predict_dataset
 from toolkit.models import build_detector
 from toolkit.run.command_line import parse_config
 from toolkit.step.freezing import freeze_prefixes
-from toolkit.tools.shapes import make_shapes
 
 ORIGINALS = yaml.safe_load((ASSETS / "originals.yaml").read_text())
 OPTIMIZERS = ORIGINALS.pop("optimizers")
@@ -97,36 +89,3 @@ def test_the_page_of_each_original_says_which_optimizer_and_what_is_clipped(page
     text = (ROOT / "docs" / "coming_from" / f"{page}.md").read_text()
     assert re.search(r"`--optim\.name\b", text)
     assert re.search(r"`--optim\.max_norm\b", text)
-
-
-def test_a_checkpoint_of_detrs_own_program_is_evaluated(tmp_path, monkeypatch):
-    """`--eval --resume checkpoint.pth`: weights under "model", beside the flags of the program and its optimizer."""
-    make_shapes(tmp_path / "shapes", train_images=2, val_images=5, image_size=64)
-    annotations = tmp_path / "shapes" / "annotations"
-    table = open_dataset(annotations / "val.json", cache_dir=tmp_path / "cache")
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "ffn_dim": 32, "encoder_layers": 1, "decoder_layers": 2, "num_queries": 20}
-    detector = build_detector("detr", class_names=table.class_names, backbone="resnet18", **sizes)
-    flags = Namespace(lr=1e-4, coco_path="coco", masks=False)
-    document = {"model": as_detr_saves_it(detector.state_dict()), "optimizer": {}, "epoch": 299, "args": flags}
-    torch.save(document, tmp_path / "checkpoint.pth")
-    (tmp_path / "checkpoint.names").write_text("\n".join(table.class_names))
-    loader = validation_loader(table, val_transform(64, [64], 1333), batch_size=2, workers=0, stride=detector.stride)
-    expected = CocoEvaluator(table).evaluate(predict_dataset(detector.eval(), loader, "cpu").by_image)
-
-    monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
-    settings = settings_of(
-        translated("detr")[1],
-        *("--model.pretrained", str(tmp_path / "checkpoint.pth"), "--model.backbone", "resnet18"),
-        *("--data.train", str(annotations / "train.json"), "--data.val", str(annotations / "val.json")),
-        *("--data.workers", "0", "--data.scales", "[64]", "--eval.pictures", "0"),
-        *("--run.output_dir", str(tmp_path / "runs")),
-    )
-    row = script("train_detr").main(settings)
-    twelve = [name for name in expected if name.startswith("bbox_")]
-    assert len(twelve) == 12
-    assert max(expected[name] or 0 for name in twelve) > 0
-    assert {name: row[f"val/{name}"] for name in twelve} == pytest.approx({name: expected[name] for name in twelve})
-    folder = tmp_path / "runs" / "detr_r50"
-    assert "new" not in (folder / "pretrained.txt").read_text().split()
-    assert not list((folder / "checkpoints").glob("step_*")), "nothing was trained"

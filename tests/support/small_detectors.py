@@ -21,8 +21,20 @@ from toolkit.step.losses import LossWeights
 
 CLASSES = ["circle", "square", "star"]
 CATEGORIES = [Category(7, "circle"), Category(3, "square"), Category(90, "star")]
-TRANSFORMER = {"d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 6}
-ON_TIMM = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER, "encoder_layers": 1, "dropout": 0.0}
+TRANSFORMER = {
+    "d_model": 32,
+    "heads": 2,
+    "decoder_layers": 2,
+    "ffn_dim": 32,
+    "num_queries": 6,
+}
+ON_TIMM = {
+    "backbone": "test_resnet",
+    "freeze": "none",
+    **TRANSFORMER,
+    "encoder_layers": 1,
+    "dropout": 0.0,
+}
 TINY_RF_DETR = {
     "backbone_config": {
         "model_type": "rf_detr_dinov2",
@@ -150,14 +162,30 @@ def random_target(count: int, hw=(64, 96), crowd: int = 0, seed: int = 0, dtype=
 
 def random_images(hws, seed: int = 1) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(256, (3, *hw), generator=generator, dtype=torch.uint8) for hw in hws]
+    return [
+        torch.randint(
+            256,
+            (3, *hw),
+            generator=generator,
+            dtype=torch.uint8,
+        )
+        for hw in hws
+    ]
 
 
 def batch_of(counts, hw=(64, 96), crowd: int = 0, smaller=None):
     """Images with `counts` boxes each; `smaller`: the size of the first one."""
     hws = [smaller or hw, *[hw] * (len(counts) - 1)]
     images = random_images(hws)
-    targets = [random_target(n, hw, crowd, seed=i) for i, (n, hw) in enumerate(zip(counts, hws, strict=True))]
+    targets = [
+        random_target(
+            n,
+            hw,
+            crowd,
+            seed=i,
+        )
+        for i, (n, hw) in enumerate(zip(counts, hws, strict=True))
+    ]
     return collate(list(zip(images, targets, strict=True)))
 
 
@@ -248,7 +276,18 @@ def hub_config(name: str) -> dict:
             out_indices=[1, 2, 3],
             reshape_hidden_states=True,
         )
-        return Deimv2Config(backbone_config=vit, spatial_tuning_adapter_inplanes=4, depth_mult=0.34, **TINY).to_dict()
+        return Deimv2Config(
+            backbone_config=vit,
+            spatial_tuning_adapter_inplanes=4,
+            depth_mult=0.34,
+            **TINY,
+        ).to_dict()
     config = {"d_fine": DFineConfig, "deimv2": Deimv2Config}[name]
     backbone = HGNetV2Config(out_indices=[2, 3, 4], **HGNET)
-    return config(backbone_config=backbone, depth_mult=0.34, max_num_bins=16, reg_scale=8.0, **TINY).to_dict()
+    return config(
+        backbone_config=backbone,
+        depth_mult=0.34,
+        max_num_bins=16,
+        reg_scale=8.0,
+        **TINY,
+    ).to_dict()

@@ -14,6 +14,7 @@ from small_detectors import (
     TINY_RF_DETR,
     batch_of,
     build,
+    forward,
     hub_config,
     image_size,
     run,
@@ -21,6 +22,7 @@ from small_detectors import (
     transformers_labels,
     wake,
 )
+from torch.testing import assert_close
 from transformers import AutoImageProcessor, AutoModelForObjectDetection, pipeline
 
 from toolkit.base.batch import normalize_images, pixel_mask
@@ -36,7 +38,7 @@ def test_forward_and_losses_are_those_of_transformers(name, counts):
     detector = wake(small(name)).train()
     batch = batch_of(counts, image_size(name), smaller=None if detector.fixed_size else (40, 90))
     counted = {key: max(1.0, value) for key, value in detector.denominators(batch.targets).items()}
-    outputs = detector(batch.images, batch.sizes, batch.targets)
+    outputs = forward(detector, batch)
     losses, metrics = detector.criterion(outputs, batch.targets, counted)
 
     model = detector.model
@@ -46,22 +48,21 @@ def test_forward_and_losses_are_those_of_transformers(name, counts):
     pixels = normalize_images(batch.images, batch.sizes, detector.mean, detector.std)
     mask = {} if detector.fixed_size else {"pixel_mask": pixel_mask(batch.sizes, pixels.shape[-2:])}
     theirs = model(pixels, **mask, labels=transformers_labels(batch.targets))
-    torch.testing.assert_close(outputs["logits"][-1], theirs.logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(outputs["boxes"][-1], theirs.pred_boxes, rtol=1e-4, atol=1e-5)
+    assert_close(outputs["logits"][-1], theirs.logits, rtol=1e-4, atol=1e-5)
+    assert_close(outputs["boxes"][-1], theirs.pred_boxes, rtol=1e-4, atol=1e-5)
     compared = {key: value for key, value in theirs.loss_dict.items() if key.startswith("loss")}
     proposals = {key for key in losses if key.endswith("_enc") and key not in compared}  # transformers has no such loss
     assert bool(proposals) == (name == "deformable_detr++")
     assert set(losses) - proposals == set(compared) or not auxiliary
     for key, value in compared.items():
-        torch.testing.assert_close(losses[key], value, rtol=1e-5, atol=1e-5, msg=key)
+        assert_close(losses[key], value, rtol=1e-5, atol=1e-5, msg=key)
     assert metrics["class_error"][1] == sum(counts)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_half_precision_is_for_training_and_never_for_losses(name):
     # As many queries as positions: otherwise rounding decides which of them become queries at all.
-    options = {"num_queries": 126} if name in REAL_TIME else {}
-    detector = wake(small(name, **options)).train()
+    detector = wake(small(name, **({"num_queries": 126} if name in REAL_TIME else {}))).train()
     batch = batch_of([2, 1], image_size(name))
     torch.manual_seed(0)
     full, _ = run(detector, batch)
@@ -72,21 +73,16 @@ def test_half_precision_is_for_training_and_never_for_losses(name):
     assert sum(losses.values()).item() == pytest.approx(sum(full.values()).item(), rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["conditional_detr", "rf_detr", "lw_detr"])
-def test_crowd_regions_are_neither_matched_nor_counted(name):
-    detector = wake(small(name)).eval()
-    batch = batch_of([3, 1], image_size(name), crowd=1)
-    without = []
-    for target in batch.targets:
-        objects = target["iscrowd"] == 0
-        without.append(target | {key: target[key][objects] for key in ("boxes", "labels", "iscrowd")})
-    counted = detector.denominators(batch.targets)
-    assert counted == detector.denominators(without)
-    outputs = detector(batch.images, batch.sizes, batch.targets)
-    assert detector.criterion(outputs, batch.targets, counted) == detector.criterion(outputs, without, counted)
-
-
-@pytest.mark.parametrize("name", ["conditional_detr", "deformable_detr", "dab-detr", "rf_detr", "lw_detr"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conditional_detr",
+        "deformable_detr",
+        "dab-detr",
+        "rf_detr",
+        "lw_detr",
+    ],
+)
 def test_without_auxiliary_losses_the_last_layer_alone_has_some(name):
     losses, _ = run(small(name, aux_loss=False).eval(), batch_of([1], image_size(name)))
     assert not [key for key in losses if key.endswith("_0")]
@@ -98,7 +94,12 @@ REFUSED = [
     ("rf_detr", {"num_queries": 5}, (16, 16), "num_queries 5.*only 4 positions"),
     ("lw_detr", {}, (64, 96), "64x96 px: lw_detr needs.*multiples of 64"),
     ("lw_detr", {"num_queries": 69}, (64, 64), "num_queries 69.*only 68 positions"),
-    ("deformable_detr++", {"num_queries": 23}, (32, 32), "num_queries 23.*only 22 positions"),
+    (
+        "deformable_detr++",
+        {"num_queries": 23},
+        (32, 32),
+        "num_queries 23.*only 22 positions",
+    ),
     ("rt_detr_v2", {}, (64, 80), "multiples of 32"),
     ("rt_detr_v2", {"num_queries": 22}, (32, 32), "num_queries 22.*only 21 positions"),
 ]
@@ -130,7 +131,18 @@ def test_ddp_is_told_of_heads_and_stages_without_a_loss():
 
 
 def boxes_of(found: list[dict]) -> list[list[float]]:
-    return [[each["box"][side] for side in ("xmin", "ymin", "xmax", "ymax")] for each in found]
+    return [
+        [
+            each["box"][side]
+            for side in (
+                "xmin",
+                "ymin",
+                "xmax",
+                "ymax",
+            )
+        ]
+        for each in found
+    ]
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
@@ -153,14 +165,26 @@ def test_the_final_folder_gives_the_same_boxes_in_transformers_and_its_pipeline(
     size = batch.sizes[1:]
     with torch.no_grad():
         outputs = detector(batch.images, batch.sizes)
-        ours = detector.postprocess(outputs, batch.sizes, orig_sizes, score_threshold=-1.0, top_k=6)
-        (alone,) = detector.postprocess(detector(batch.images[1:], size), size, size, 0.0, top_k=6)
+        ours = detector.postprocess(
+            outputs,
+            batch.sizes,
+            orig_sizes,
+            score_threshold=-1.0,
+            top_k=6,
+        )
+        (alone,) = detector.postprocess(
+            detector(batch.images[1:], size),
+            size,
+            size,
+            0.0,
+            top_k=6,
+        )
         answer = model(**processor(images=images, return_tensors="pt"))
         theirs = processor.post_process_object_detection(answer, -1.0, target_sizes=orig_sizes)
     for mine, other in zip(ours, theirs, strict=True):
         count = len(mine["scores"])  # transformers' top_k is 100
-        torch.testing.assert_close(mine["scores"], other["scores"][:count], rtol=0, atol=1e-4)
-        torch.testing.assert_close(mine["boxes"], other["boxes"][:count], rtol=1e-5, atol=1e-3)
+        assert_close(mine["scores"], other["scores"][:count], rtol=0, atol=1e-4)
+        assert_close(mine["boxes"], other["boxes"][:count], rtol=1e-5, atol=1e-3)
         assert mine["labels"].tolist() == other["labels"][:count].tolist()
 
     detect = pipeline("object-detection", model=model, image_processor=processor)

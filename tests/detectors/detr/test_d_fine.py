@@ -4,14 +4,25 @@ from functools import partial
 
 import pytest
 import torch
-from small_detectors import CLASSES, batch_of, gradient_of, small, wake
+from small_detectors import CLASSES, batch_of, forward, gradient_of, small, wake
+from torch.testing import assert_close
 from transformers import Deimv2Config
 from transformers.loss.loss_deimv2 import Deimv2Loss
 
 from toolkit.detectors.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.step.freezing import hold_batch_norms
 
-ONES = dict.fromkeys(("loss_vfl", "loss_mal", "loss_bbox", "loss_giou", "loss_fgl", "loss_ddf"), 1)
+ONES = dict.fromkeys(
+    (
+        "loss_vfl",
+        "loss_mal",
+        "loss_bbox",
+        "loss_giou",
+        "loss_fgl",
+        "loss_ddf",
+    ),
+    1,
+)
 
 
 def their_outputs(layers: dict, noisy: int) -> dict:
@@ -66,7 +77,7 @@ def test_losses_and_gradients_are_those_of_transformers(architecture, union, mon
     detector = wake(small(architecture, decoder_layers=3, union_matching=union)).train()
     more_than_queries = 14
     batch = batch_of([2, 0, more_than_queries], crowd=1)
-    outputs = detector(batch.images, batch.sizes, batch.targets)
+    outputs = forward(detector, batch)
     ours, _ = detector.criterion(outputs, batch.targets, detector.denominators(batch.targets))
     layers = outputs["layers"]
     labels = _transformers_targets([without_crowd(target) for target in batch.targets])
@@ -77,17 +88,31 @@ def test_losses_and_gradients_are_those_of_transformers(architecture, union, mon
     assert set(ours) == set(detector.loss_names) <= set(theirs)
     for name, value in ours.items():
         assert value > 0
-        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6, msg=name)
-    inputs = [layers[key] for key in ("logits", "boxes", "corners", "encoder_logits", "encoder_boxes")]
+        assert_close(value, theirs[name], rtol=1e-5, atol=1e-6, msg=name)
+    inputs = [
+        layers[key]
+        for key in (
+            "logits",
+            "boxes",
+            "corners",
+            "encoder_logits",
+            "encoder_boxes",
+        )
+    ]
     wanted = torch.autograd.grad(sum(theirs.values()), inputs, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(sum(ours.values()), inputs), wanted, rtol=1e-4, atol=1e-6)
+    assert_close(
+        torch.autograd.grad(sum(ours.values()), inputs),
+        wanted,
+        rtol=1e-4,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("key", ["logits", "boxes", "corners"])
 def test_non_finite_predictions_give_a_non_finite_loss(key):
     detector = small("d_fine").train()
     batch = batch_of([2, 1], (64, 64))
-    layers = detector(batch.images, batch.sizes, batch.targets)["layers"]
+    layers = forward(detector, batch)["layers"]
     poisoned = layers[key].detach().clone().index_fill_(1, torch.tensor([1]), float("nan"))
     losses = detector.set_loss(layers | {key: poisoned}, batch.targets, detector.denominators(batch.targets))
     assert not sum(losses.values()).isfinite()

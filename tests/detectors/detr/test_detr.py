@@ -1,10 +1,8 @@
 """DETR: what of its backbone is frozen, and learned position embeddings."""
 
-import json
-
 import pytest
 import torch
-from small_detectors import CATEGORIES, batch_of, build, run, small, wake, weighted
+from small_detectors import batch_of, run, small, weighted
 
 from toolkit.base.errors import BadInput
 
@@ -59,19 +57,6 @@ def test_learned_position_embeddings_learn_where_the_image_is(learned):
     two_rows_of_32_px = 2
     assert moved[:two_rows_of_32_px].all()
     assert not moved[two_rows_of_32_px:].any()
-
-
-def test_learned_position_embeddings_are_saved(learned, tmp_path):
-    wake(learned).eval().save_final(tmp_path, CATEGORIES)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["position_embedding_type"] == "learned"
-    again = build("detr", seed=3, source_config=config, freeze="none").eval()
-    again.model.load_state_dict(learned.model.state_dict())
-    batch = batch_of([2, 1])
-    with torch.no_grad():
-        mine = learned(batch.images, batch.sizes)["boxes"]
-        theirs = again(batch.images, batch.sizes)["boxes"]
-    torch.testing.assert_close(mine, theirs)
 
 
 def test_learned_position_embeddings_reach_50_positions(learned):

@@ -14,7 +14,12 @@ def random_outputs(num_layers: int, batch_size: int, queries: int, seed: int = 5
     shape = (num_layers + 1, batch_size, queries)
     logits = torch.randn(*shape, len(CLASSES), generator=generator, dtype=torch.float64)
     boxes = torch.rand(*shape, 4, generator=generator, dtype=torch.float64) * 0.4 + 0.2
-    return {"logits": logits[:-1], "boxes": boxes[:-1], "encoder_logits": logits[-1], "encoder_boxes": boxes[-1]}
+    return {
+        "logits": logits[:-1],
+        "boxes": boxes[:-1],
+        "encoder_logits": logits[-1],
+        "encoder_boxes": boxes[-1],
+    }
 
 
 @settings(max_examples=15, deadline=None)
@@ -26,7 +31,13 @@ def test_losses_of_groups_are_those_of_transformers(seed, counts, groups):
     boxes = max(1.0, float(sum(counts) * groups))
     losses, _ = criterion(outputs, targets, {"boxes": boxes}, groups)
 
-    theirs = LwDetrImageLoss(LwDetrHungarianMatcher(2, 5, 2), len(CLASSES), 0.25, ["labels", "boxes"], groups)
+    theirs = LwDetrImageLoss(
+        LwDetrHungarianMatcher(2, 5, 2),
+        len(CLASSES),
+        0.25,
+        ["labels", "boxes"],
+        groups,
+    )
     layers = zip(outputs["logits"], outputs["boxes"], strict=True)
     *auxiliary, last = [{"logits": logits, "pred_boxes": boxes} for logits, boxes in layers]
     encoder = {"logits": outputs["encoder_logits"], "pred_boxes": outputs["encoder_boxes"]}

@@ -8,7 +8,8 @@ import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
 from places import ROOT
-from small_detectors import HYBRIDS, batch_of, small
+from small_detectors import HYBRIDS, batch_of, forward, small
+from torch.testing import assert_close
 
 from toolkit.detectors.detr.host_waits import ENCODER_LAYERS, without_host_waits
 
@@ -54,7 +55,7 @@ def test_encoder_layers_are_those_of_transformers_to_the_bit(name):
     seen = []
     hook = layer.register_forward_pre_hook(lambda module, *given: seen.append(given), with_kwargs=True)
     batch = batch_of((2, 1), hw=(64, 64))
-    detector(batch.images, batch.sizes, batch.targets)
+    forward(detector, batch)
     hook.remove()
     theirs = type(layer).forward.__get__(layer)
     assert layer.forward.__func__ is not type(layer).forward, "it was replaced"
@@ -63,7 +64,7 @@ def test_encoder_layers_are_those_of_transformers_to_the_bit(name):
         for spoiled in (None, torch.inf, -torch.inf, torch.nan):
             found = passed(layer.forward, layer, *seen[0], spoiled)
             expected = passed(theirs, layer, *seen[0], spoiled)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -76,7 +77,7 @@ def test_forwards_without_host_waits_give_the_same(name, monkeypatch):
 
     def passed(batch) -> dict:
         torch.manual_seed(1)
-        return detector(batch.images, batch.sizes, batch.targets)
+        return forward(detector, batch)
 
     core = detector.model.model
     for counts in (2, 1), (0, 3), (0, 0):
@@ -84,7 +85,7 @@ def test_forwards_without_host_waits_give_the_same(name, monkeypatch):
         expected = passed(batch)
         assert not calls
         with without_host_waits(core, counts):
-            torch.testing.assert_close(passed(batch), expected, rtol=0, atol=0)
+            assert_close(passed(batch), expected, rtol=0, atol=0)
         assert len(calls) == any(counts)
         calls.clear()
     hook = core.enc_output.register_forward_hook(lambda *_: 1 / 0)

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from small_detectors import HYBRIDS, REAL_TIME, SMALL, batch_of, build, image_size, small
+from small_detectors import HYBRIDS, REAL_TIME, SMALL, batch_of, build, forward, image_size, predicted, small
+from torch.testing import assert_close
 
 from toolkit.step.optim import parameter_groups
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in ("detr", *REAL_TIME)])
 def test_scores_start_at_the_prior_and_every_query_looks_elsewhere(name):
-    detector = small(name).eval()
-    batch = batch_of([1, 1], image_size(name))
-    with torch.no_grad():
-        outputs = detector(batch.images, batch.sizes)
+    outputs = predicted(small(name), batch_of([1, 1], image_size(name)))
     scores = outputs["logits"].sigmoid()
     assert 0.0005 < scores.min()
     assert scores.max() < 0.2
@@ -23,23 +21,22 @@ def test_scores_start_at_the_prior_and_every_query_looks_elsewhere(name):
 
 
 def test_deformable_attention_starts_as_a_star_and_boxes_at_an_eighth():
-    detector = small("deformable_detr").eval()
+    detector = small("deformable_detr")
     attention = detector.model.model.encoder.layers[0].self_attn
     assert not attention.sampling_offsets.weight.any()
     assert not attention.attention_weights.weight.any()
     heads, levels, points = 2, 4, 4
     offsets = attention.sampling_offsets.bias.view(heads, levels, points, 2)
-    torch.testing.assert_close(offsets.abs().amax(-1), torch.arange(1.0, 5).expand(2, 4, 4))
-    batch = batch_of([1])
-    sides = detector(batch.images, batch.sizes)["boxes"][..., 2:]
-    torch.testing.assert_close(sides, torch.full_like(sides, torch.tensor(-2.0).sigmoid().item()))
+    assert_close(offsets.abs().amax(-1), torch.arange(1.0, 5).expand(2, 4, 4))
+    sides = predicted(detector, batch_of([1]))["boxes"][..., 2:]
+    assert_close(sides, torch.full_like(sides, torch.tensor(-2.0).sigmoid().item()))
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_random_weights_let_the_image_through_and_start_from_the_prior(architecture):
     detector = small(architecture).train()
     batch = batch_of([1, 1, 2], (64, 64))
-    logits = detector(batch.images, batch.sizes, batch.targets)["layers"]["encoder_logits"]
+    logits = forward(detector, batch)["layers"]["encoder_logits"]
     assert logits.sigmoid().mean() < 0.05, "nearly everything is background"
     assert logits.std(dim=(0, 1)).mean() > 0.05, "it depends on where one looks"
     for module in detector.model.model.decoder.layers[0].modules():

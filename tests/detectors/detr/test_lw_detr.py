@@ -26,5 +26,17 @@ def test_maps_are_the_outputs_of_the_blocks_counted_from_1():
         maps = vit(torch.rand(1, 3, 64, 128)).feature_maps
     assert len(maps) == len(outputs) == 2
     for of_image, of_windows in zip(maps, outputs, strict=True):
-        windows = of_image.unflatten(2, (4, 1)).unflatten(4, (4, 2)).permute(0, 2, 4, 3, 5, 1).flatten(0, 2)
+        windows = (
+            of_image.unflatten(2, (4, 1))
+            .unflatten(4, (4, 2))
+            .permute(
+                0,
+                2,
+                4,
+                3,
+                5,
+                1,
+            )
+            .flatten(0, 2)
+        )
         assert windows.flatten(1, 2).equal(of_windows)

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 import torch
 from contract import assert_resolved_options_build_it_again
-from small_detectors import CLASSES, ON_TIMM, SMALL, batch_of, build, image_size, small, wake
+from small_detectors import CLASSES, ON_TIMM, SMALL, batch_of, build, image_size, predicted, small, wake
 
 from toolkit.index import DETECTORS
 from toolkit.models import options_class
@@ -16,7 +16,13 @@ OF_THE_DATA = ("mean", "std", "freeze_prefixes", "fresh_prefixes")
 SETTINGS = {name: settings for name, settings in SMALL.items() if "source_config" not in settings} | {
     "conditional_detr": {**ON_TIMM, "dilation": True},
     "rf_detr": {"encoder_layers": 4, "decoder_layers": 2, "heads": 4},
-    "lw_detr": {"size": "tiny", "decoder_layers": 2, "heads": 4, "d_model": 64, "ffn_dim": 32},
+    "lw_detr": {
+        "size": "tiny",
+        "decoder_layers": 2,
+        "heads": 4,
+        "d_model": 64,
+        "ffn_dim": 32,
+    },
     "ecdet": {"decoder_layers": 2},
 }
 
@@ -56,12 +62,14 @@ def test_resolved_settings_and_those_of_a_source_build_the_same_model(name):
     detector = build(name, **given)
     assert given.items() <= detector.resolved_options().items()
     config = json.loads(json.dumps(detector.model.config.to_dict()))
-    again = build(name, seed=1, source_config=config, **({"freeze": "none"} if "backbone" in given else {}))
+    again = build(
+        name,
+        seed=1,
+        source_config=config,
+        **({"freeze": "none"} if "backbone" in given else {}),
+    )
     assert given.items() <= again.resolved_options().items()
     assert_resolved_options_build_it_again(again, CLASSES, ("pretrained", "size"))
     again.model.load_state_dict(wake(detector).model.state_dict())
     batch = batch_of([1, 2], (112, 112) if name == "rf_detr" else image_size(name))
-    with torch.no_grad():
-        mine = again.eval()(batch.images, batch.sizes)
-        theirs = detector.eval()(batch.images, batch.sizes)
-    torch.testing.assert_close(mine["boxes"], theirs["boxes"])
+    torch.testing.assert_close(predicted(again, batch)["boxes"], predicted(detector, batch)["boxes"])

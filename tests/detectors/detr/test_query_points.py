@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_detectors import batch_of, small
+from small_detectors import batch_of, predicted, small
+from torch.testing import assert_close
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.query_points import encode_sinusoidal_position_embedding, grid_points
@@ -31,23 +32,27 @@ def test_queries_look_first_around_their_points(count, pre_norm):
 
 
 def test_boxes_are_told_from_the_points_and_move_with_them():
-    detector = small("detr", **POINTS).eval()
+    detector = small("detr", **POINTS)
     batch = batch_of([2, 0, 1])
-    with torch.no_grad():
-        centres = detector(batch.images, batch.sizes)["boxes"][..., :2]
-        detector.query_points += 1.0
-        moved = detector(batch.images, batch.sizes)["boxes"][..., :2]
-    torch.testing.assert_close(centres, grid_points(16).expand_as(centres))  # before any step
-    torch.testing.assert_close(moved.logit(), centres.logit() + 1, atol=1e-5, rtol=1e-5)
+    centres = predicted(detector, batch)["boxes"][..., :2]
+    detector.query_points.data += 1.0
+    moved = predicted(detector, batch)["boxes"][..., :2]
+    assert_close(centres, grid_points(16).expand_as(centres))  # before any step
+    assert_close(moved.logit(), centres.logit() + 1, atol=1e-5, rtol=1e-5)
 
 
 def test_points_have_the_embeddings_of_transformers():
     core = small("detr", d_model=96, heads=4).model.model
     mask = torch.ones(1, 8, 8, dtype=torch.bool)
-    theirs = core.position_embedding(torch.zeros(1, 96, 8, 8).shape, "cpu", torch.float32, mask)
+    theirs = core.position_embedding(
+        torch.zeros(1, 96, 8, 8).shape,
+        "cpu",
+        torch.float32,
+        mask,
+    )
     tokens = (CELLS_XY + 1) / 8  # theirs count from 1
     ours = encode_sinusoidal_position_embedding(tokens, 48)
-    torch.testing.assert_close(ours, theirs[0].flatten(1).T, atol=1e-4, rtol=0)
+    assert_close(ours, theirs[0].flatten(1).T, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from contract import assert_resolved_options_build_it_again, trained_without_gradient
 from safetensors.torch import save_file
 from small_detectors import CLASSES, TINY_RF_DETR, batch_of, build, run
+from torch.testing import assert_close
 
 from toolkit.base.errors import BadInput
 from toolkit.models.final import load_detector_weights
@@ -54,7 +55,15 @@ def test_sizes_are_those_of_its_program(size, layers, stride, side):
     assert detector.stride == stride
     positions = detector.model.model.backbone.backbone.embeddings.position_embeddings
     assert positions.shape[1] == 1 + side**2
-    assert build("rf_detr", size=size, encoder_layers=4, decoder_layers=1).resolved_options()["decoder_layers"] == 1
+    assert (
+        build(
+            "rf_detr",
+            size=size,
+            encoder_layers=4,
+            decoder_layers=1,
+        ).resolved_options()["decoder_layers"]
+        == 1
+    )
 
 
 def test_heads_of_a_source_in_another_proportion_are_no_setting():
@@ -75,12 +84,12 @@ def test_the_vision_transformer_takes_the_weights_of_timm(tmp_path):
     pixels = torch.randn(1, 3, 28, 42)
     with torch.no_grad():
         patches = theirs.patch_embed.proj(pixels).flatten(2).transpose(1, 2)
-        torch.testing.assert_close(vit.embeddings.patch_embeddings(pixels), patches, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(vit.layernorm(tokens), theirs.norm(tokens))
+        assert_close(vit.embeddings.patch_embeddings(pixels), patches, rtol=1e-4, atol=1e-4)
+        assert_close(vit.layernorm(tokens), theirs.norm(tokens))
         for layer, block in zip(vit.encoder.layer, theirs.blocks, strict=False):
             if not layer.global_attention:  # which puts windows together before it
-                torch.testing.assert_close(layer(tokens), block(tokens), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(vit.embeddings.cls_token, theirs.cls_token)
-    torch.testing.assert_close(vit.embeddings.position_embeddings, theirs.pos_embed)
+                assert_close(layer(tokens), block(tokens), rtol=1e-3, atol=1e-3)
+    assert_close(vit.embeddings.cls_token, theirs.cls_token)
+    assert_close(vit.embeddings.position_embeddings, theirs.pos_embed)
     with pytest.raises(BadInput, match="does not fit the model.*depth"):
         build("rf_detr", **options, encoder_layers=4)

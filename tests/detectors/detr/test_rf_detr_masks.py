@@ -89,11 +89,22 @@ def test_forward_losses_and_gradients_are_those_of_transformers(counts, monkeypa
         label["masks"] = target["masks"].float()
     theirs = model(pixels_of(detector, batch), labels=labels)
     assert_close(mask_logits(outputs, -2), theirs.pred_masks, rtol=1e-4, atol=1e-4)
-    assert_close(mask_logits(outputs, -1), theirs.enc_outputs_mask_logits, rtol=1e-4, atol=1e-4)
+    assert_close(
+        mask_logits(outputs, -1),
+        theirs.enc_outputs_mask_logits,
+        rtol=1e-4,
+        atol=1e-4,
+    )
     compared = {key: value for key, value in theirs.loss_dict.items() if key.startswith("loss")}
     assert set(compared) == set(losses) == set(detector.loss_names)
     for key, value in compared.items():
-        assert_close(losses[key], value.sum(), rtol=1e-4, atol=1e-5, msg=key)  # masks: empty without objects
+        assert_close(
+            losses[key],
+            value.sum(),
+            rtol=1e-4,
+            atol=1e-5,
+            msg=key,
+        )  # masks: empty without objects
     sum(losses.values()).backward()
     sum(value.sum() for value in compared.values()).backward()
     ours = {f"model.{name}": parameter for name, parameter in detector.model.named_parameters()}
@@ -157,13 +168,6 @@ def test_detections_have_the_masks_that_transformers_finds():
         assert_close(image["scores"][seen], torch.tensor(scores), rtol=0, atol=2e-6)
 
 
-def test_without_masks_nothing_changes():
-    detector = detector_of(masks=False)
-    assert not detector.predicts_masks
-    assert "mask" not in " ".join([*detector.loss_names, *detector.state_dict()]).replace("mask_token", "")
-    assert predicted(detector, masks_batch([2, 1])).keys() == {"logits", "boxes", "encoder_logits", "encoder_boxes"}
-
-
 def test_a_saved_folder_is_transformers_own_and_opens_again(tmp_path):
     detector = detector_of(aux_loss=False)
     detector.save_final(tmp_path, CATEGORIES, {"height": 64, "width": 64})
@@ -185,7 +189,13 @@ def test_a_training_takes_masks_by_its_own_setting_from_a_folder_with_or_without
     source.save_final(tmp_path / "final", CATEGORIES, {"height": 64, "width": 64})
     given = {"masks": True} if masks else {}
     options = RfDetrOptions(pretrained=str(tmp_path / "final"), **given)
-    started = start_detector(options, CLASSES, tmp_path, resumed_from=None, say=lambda text: None)
+    started = start_detector(
+        options,
+        CLASSES,
+        tmp_path,
+        resumed_from=None,
+        say=lambda text: None,
+    )
     assert started.predicts_masks == started.resolved_options()["masks"] == masks
     assert json.loads((tmp_path / "pretrained_config.json").read_text())["options"].get("masks", False) == masks
     table = (tmp_path / "pretrained.txt").read_text()

@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from small_detectors import batch_of, small
+from small_detectors import batch_of, forward, small
+from torch.testing import assert_close
 from transformers.loss.loss_rt_detr import RTDetrForObjectDetectionLoss
 
 from toolkit.detectors.detr.rt_detr import _transformers_targets, without_crowd
@@ -12,7 +13,7 @@ from toolkit.detectors.detr.rt_detr import _transformers_targets, without_crowd
 def test_losses_and_gradients_are_those_of_transformers():
     detector = small("rt_detr_v2").train()
     batch = batch_of([2, 0, 5], crowd=1)
-    outputs = detector(batch.images, batch.sizes, batch.targets)
+    outputs = forward(detector, batch)
     ours, _ = detector.criterion(outputs, batch.targets, detector.denominators(batch.targets))
     config = copy.deepcopy(detector.model.config)
     config.weight_loss_bbox = 1.0
@@ -33,8 +34,8 @@ def test_losses_and_gradients_are_those_of_transformers():
     theirs = {name.replace("_aux_1", "_enc"): value for name, value in theirs.items()}
     assert set(ours) == set(theirs) == set(detector.loss_names)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
     inputs = [layers["logits"], layers["boxes"]]
     wanted = torch.autograd.grad(sum(theirs.values()), inputs, retain_graph=True)
     found = torch.autograd.grad(sum(ours.values()), inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-6)

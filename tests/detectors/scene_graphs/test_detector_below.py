@@ -5,6 +5,7 @@ import torch
 from contract import assert_resolved_options_build_it_again
 from detectors_below import FAST, SMALL_BELOW
 from scene_graph_data import cut_objects, losses_of, shapes_table
+from torch.testing import assert_close
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.data.pipeline import val_transform, validation_loader
@@ -40,7 +41,17 @@ def table(tmp_path_factory):
 def batch_of(table, architecture):
     """Two images; the second without an object."""
     transform = val_transform(SIZES.get(architecture, [64, 96]), [], 0)
-    batch = next(iter(validation_loader(table, transform, batch_size=2, workers=0, stride=1)))
+    batch = next(
+        iter(
+            validation_loader(
+                table,
+                transform,
+                batch_size=2,
+                workers=0,
+                stride=1,
+            )
+        )
+    )
     cut_objects(batch.targets[1], 0)
     return batch
 
@@ -63,7 +74,12 @@ def graphs_of(model, batch, targets=None):
     return model.postprocess(model(batch.images, batch.sizes, targets), batch.sizes, batch.sizes)
 
 
-MODES = [("predcls", "detector"), ("sgcls", "detector"), ("sgdet", "detector"), ("sgdet", "none")]
+MODES = [
+    ("predcls", "detector"),
+    ("sgcls", "detector"),
+    ("sgdet", "detector"),
+    ("sgdet", "none"),
+]
 
 
 @all_of_them
@@ -99,13 +115,19 @@ def test_predictions_are_those_of_the_detector_and_maps_lie_over_the_image(table
     inner = model.detector.inner
     with torch.no_grad():
         maps, _ = model.detector.features(batch.images, batch.sizes)
-        found = inner.postprocess(inner(batch.images, batch.sizes), batch.sizes, batch.sizes, 0.0, 1)
+        found = inner.postprocess(
+            inner(batch.images, batch.sizes),
+            batch.sizes,
+            batch.sizes,
+            0.0,
+            1,
+        )
     limits = torch.tensor(batch.images.shape[:1:-1] * 2)
     for boxes, scores, detection in zip(maps.boxes, maps.scores, found, strict=True):
         assert boxes.dtype == scores.dtype == torch.float32
         assert scores.min() >= 0
         assert scores.max() <= 1
-        torch.testing.assert_close(scores.max(), detection["scores"][0])
+        assert_close(scores.max(), detection["scores"][0])
         rows, labels = (scores > scores.max() - 1e-6).nonzero().unbind(1)  # untrained, some have scores that are equal
         best = detection["boxes"][:1].clamp(min=0).minimum(limits)
         same = (boxes[rows].clamp(min=0).minimum(limits) - best).abs().amax(1) < 1e-3
@@ -116,7 +138,13 @@ def test_predictions_are_those_of_the_detector_and_maps_lie_over_the_image(table
 
 
 def test_annotated_boxes_that_were_not_found_are_objects_in_training(table):
-    below = model_of(table, "yolov3", mode="sgdet", freeze="detector", score_threshold=0.9).detector
+    below = model_of(
+        table,
+        "yolov3",
+        mode="sgdet",
+        freeze="detector",
+        score_threshold=0.9,
+    ).detector
     batch = batch_of(table, "yolov3")
     boxes = [target["boxes"] for target in batch.targets]
     with torch.no_grad():
@@ -136,8 +164,15 @@ def test_annotated_boxes_that_were_not_found_are_objects_in_training(table):
 def test_scores_as_a_distribution():
     scores = torch.tensor([[0.5, 0.2], [0.9, 0.6], [0.0, 0.0], [1.0, 0.0]])
     found = distribution_logits(scores).softmax(1)
-    expected = torch.tensor([[0.3, 0.5, 0.2], [0.0, 0.6, 0.4], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+    expected = torch.tensor(
+        [
+            [0.3, 0.5, 0.2],
+            [0.0, 0.6, 0.4],
+            [1.0, 0.0, 0.0],
+            [0.0, 1.0, 0.0],
+        ]
+    )
+    assert_close(found, expected, rtol=0, atol=5e-6)
 
 
 def test_a_given_box_has_the_scores_of_the_prediction_that_overlaps_it():

@@ -20,7 +20,12 @@ def numbered(start: int, blocks: int, layout: tuple, names: list) -> torch.Tenso
 
 
 @settings(max_examples=60, deadline=None)
-@given(layout=st.sampled_from(LAYOUTS), blocks=st.integers(1, 3), ours=class_lists, theirs=class_lists)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    blocks=st.integers(1, 3),
+    ours=class_lists,
+    theirs=class_lists,
+)
 def test_rows_go_to_the_same_class_and_block(layout, blocks, ours, theirs):
     before, per_class, after = layout
     fresh = numbered(0, blocks, layout, ours)
@@ -35,7 +40,13 @@ def test_rows_go_to_the_same_class_and_block(layout, blocks, ours, theirs):
         for i, name in enumerate(ours):
             expected = of_old[theirs.index(name)] if name in theirs else of_new[i]
             assert rows[i].equal(expected), name
-    assert copy_class_rows(source.flatten(0, 1), copied, layout, theirs, ours).equal(source.flatten(0, 1))
+    assert copy_class_rows(
+        source.flatten(0, 1),
+        copied,
+        layout,
+        theirs,
+        ours,
+    ).equal(source.flatten(0, 1))
 
 
 def test_names_are_mapped_by_prefixes_alone():
@@ -57,10 +68,24 @@ def test_all_that_does_not_fit_is_named_at_once():
     assert "d <- a: the model has no parameter below 'd'" in said
     assert "a.w <- a.w: the checkpoint's shape is (3,); the model's is (2,)" in said
     with pytest.raises(BadInput, match="class 'a' stands 2 times in the checkpoint"):
-        map_weights({}, {}, class_tensors={"x": (0, 1, 0)}, classes=["a", "b"], source_classes=["a", "N/A", "a", "N/A"])
+        map_weights(
+            {},
+            {},
+            class_tensors={"x": (0, 1, 0)},
+            classes=["a", "b"],
+            source_classes=["a", "N/A", "a", "N/A"],
+        )
 
 
-@pytest.mark.parametrize(("shared", "words"), [(0, ""), (1, ": a"), (5, ": a, b, c, d, e"), (6, "")])
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [
+        (0, ""),
+        (1, ": a"),
+        (5, ": a, b, c, d, e"),
+        (6, ""),
+    ],
+)
 def test_the_table_names_a_few_classes_whose_rows_are_kept(shared, words):
     """Rows of background are kept whatever the classes."""
     source_classes = [*"abcdef"[:shared], "x"]

@@ -21,7 +21,15 @@ def test_the_class_names_are_those_of_torchvision_and_of_visual_genome():
     assert [entry["name"] for entry in document["objects"]] == VG_150
 
 
-RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d"]
+RESNETS = [
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnext50_32x4d",
+    "resnext101_32x8d",
+]
 
 
 @pytest.mark.parametrize("name", RESNETS)

@@ -14,7 +14,13 @@ from toolkit.models.weights.pretrained import Pretrained, load_pretrained, open_
 
 
 def weights_of(detector, classes) -> Pretrained:
-    return Pretrained("source", detector.options["architecture"], {}, list(classes), detector.state_dict())
+    return Pretrained(
+        "source",
+        detector.options["architecture"],
+        {},
+        list(classes),
+        detector.state_dict(),
+    )
 
 
 def test_new_classes_keep_the_bias_prior_and_their_embedding():
