@@ -130,6 +130,10 @@ def publisher_of(name: str):
     return index.load(reference)
 
 
+def recognising(state: dict) -> list:
+    return [publisher for publisher in publishers() if publisher.recognised(state)]
+
+
 def detector_of(found, **entries):
     """The detector of a description, with other entries of its config, or settings if it has none."""
     torch.manual_seed(0)
@@ -151,7 +155,7 @@ def test_detectors_with_transformers_predict_what_the_program_does(name, monkeyp
     with_small_sizes(monkeypatch)
     publisher = publisher_of(name)
     state, expected = program(name)
-    assert [each for each in publishers() if each.recognised(state)] == [publisher]
+    assert recognising(state) == [publisher]
     found, ours = fitting(publisher, state, FILES[name].name)
     detector = detector_of(found, num_queries=expected["boxes"].shape[1]).eval()
     table = map_weights(detector.state_dict(), ours)
@@ -279,7 +283,7 @@ def test_torchvision_s_detectors_equal_torchvision(name, side):
         )
     state = filled(theirs)
     theirs.load_state_dict(state)
-    (publisher,) = [each for each in publishers() if each.recognised(state)]
+    (publisher,) = recognising(state)
     found, ours = fitting(publisher, state, f"{name}_coco-0123abcd.pth")
     assert publisher.program == "torchvision"
     assert found.architecture == name
@@ -311,7 +315,7 @@ def test_names_of_before_torchvision_0_13_are_read():
         name = re.sub(r"mask_head\.(\d)\.0\.", lambda found: f"mask_head.mask_fcn{int(found[1]) + 1}.", name)
         name = re.sub(r"^(rpn\.head\.conv|backbone\.fpn\.\w+_blocks\.\d)(\.0)+(?=\.[^.]+$)", r"\1", name)
         old[name] = tensor
-    (publisher,) = [each for each in publishers() if each.recognised(old)]
+    (publisher,) = recognising(old)
     _, today = fitting(publisher, state, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
     _, ours = fitting(publisher, old, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
     assert ours.keys() == today.keys()
@@ -321,7 +325,7 @@ def test_names_of_before_torchvision_0_13_are_read():
 @pytest.mark.parametrize("name", ["mb_r50", "mb_x101"])
 def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
     state, expected = published_rcnn(name)
-    assert [each for each in publishers() if each.recognised(state)] == [MASKRCNN_BENCHMARK]
+    assert recognising(state) == [MASKRCNN_BENCHMARK]
     found, ours = fitting(MASKRCNN_BENCHMARK, state, "model_final.pth")
     assert found.options["stride_in_1x1"] == (name == "mb_r50")
     detector = detector_of(found).eval()
@@ -873,30 +877,15 @@ def test_scene_graphs_that_are_not_known_are_refused(old, new, words):
 def table_of(folder, classes):
     """One image with two relations, of the classes and predicates of the weights."""
     Image.new("RGB", (192, 128)).save(folder / "a.jpg")
-    boxes = torch.cat([BOXES[:, :2], BOXES[:, 2:] - BOXES[:, :2]], 1).tolist()
+    objects = [{"id": i, "image_id": 1, "category_id": i, "bbox": [20 * i, 10, 50, 60]} for i in range(3)]
+    relations = [{"image_id": 1, "subject_id": i, "object_id": i + 1, "predicate_id": i} for i in range(2)]
     document = {
         "images": [{"id": 1, "file_name": "a.jpg", "width": 192, "height": 128}],
         "categories": [{"id": i, "name": name} for i, name in enumerate(classes)],
-        "annotations": [
-            {
-                "id": i,
-                "image_id": 1,
-                "category_id": i % 4,
-                "bbox": box,
-            }
-            for i, box in enumerate(boxes)
-        ],
+        "annotations": objects,
         "attribute_categories": [{"id": 1, "name": "red"}],
         "rel_categories": [{"id": i, "name": name} for i, name in enumerate(PREDICATES)],
-        "rel_annotations": [
-            {
-                "image_id": 1,
-                "subject_id": i,
-                "object_id": i + 1,
-                "predicate_id": i,
-            }
-            for i in (0, 1)
-        ],
+        "rel_annotations": relations,
     }
     (folder / "graphs.json").write_text(json.dumps(document))
     return open_dataset(folder / "graphs.json", image_dir=folder, cache_dir=folder / "cache")

@@ -5,7 +5,6 @@ import torch
 from small_detectors import batch_of, predicted, small
 from torch.testing import assert_close
 
-from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.query_points import encode_sinusoidal_position_embedding, grid_points
 
 POINTS = {"d_model": 96, "heads": 4, "num_queries": 16, "query_points": True}
@@ -53,12 +52,3 @@ def test_points_have_the_embeddings_of_transformers():
     tokens = (CELLS_XY + 1) / 8  # theirs count from 1
     ours = encode_sinusoidal_position_embedding(tokens, 48)
     assert_close(ours, theirs[0].flatten(1).T, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [({"position_embedding": "learned"}, "learned and 4 heads of 24"), ({"heads": 16}, "of 6 channels")],
-)
-def test_points_need_sines_and_room_in_a_head(wrong, said):
-    with pytest.raises(BadInput, match=f"model.query_points with model.position_embedding .*{said}"):
-        small("detr", **POINTS | wrong)
