@@ -877,8 +877,24 @@ def test_scene_graphs_that_are_not_known_are_refused(old, new, words):
 def table_of(folder, classes):
     """One image with two relations, of the classes and predicates of the weights."""
     Image.new("RGB", (192, 128)).save(folder / "a.jpg")
-    objects = [{"id": i, "image_id": 1, "category_id": i, "bbox": [20 * i, 10, 50, 60]} for i in range(3)]
-    relations = [{"image_id": 1, "subject_id": i, "object_id": i + 1, "predicate_id": i} for i in range(2)]
+    objects = [
+        {
+            "id": i,
+            "image_id": 1,
+            "category_id": i,
+            "bbox": [20 * i, 10, 50, 60],
+        }
+        for i in range(3)
+    ]
+    relations = [
+        {
+            "image_id": 1,
+            "subject_id": i,
+            "object_id": i + 1,
+            "predicate_id": i,
+        }
+        for i in range(2)
+    ]
     document = {
         "images": [{"id": 1, "file_name": "a.jpg", "width": 192, "height": 128}],
         "categories": [{"id": i, "name": name} for i, name in enumerate(classes)],

@@ -23,25 +23,6 @@ def weights_of(detector, classes) -> Pretrained:
     )
 
 
-def test_new_classes_keep_the_bias_prior_and_their_embedding():
-    """As RT-DETR has them: heads, and an embedding whose last row belongs to no class."""
-    source = build("rt_detr_v2", seed=1, class_names=["a", "b"], **SMALL["rt_detr_v2"])
-    ours = ["b", "x", "y"]
-    detector = build("rt_detr_v2", seed=2, class_names=ours, **SMALL["rt_detr_v2"])
-    old = source.model.model
-    core = detector.model.model
-    with torch.no_grad():
-        for head in (old.enc_score_head, *old.decoder.class_embed):
-            head.bias.fill_(3.0)
-    fresh = core.denoising_class_embed.weight.clone()
-    load_pretrained(detector, weights_of(source, ["a", "b"]), ours)
-    for head in (core.enc_score_head, *core.decoder.class_embed):
-        assert torch.sigmoid(head.bias).tolist() == pytest.approx([0.952574, 0.01, 0.01])
-    embedding = core.denoising_class_embed.weight
-    assert embedding[[0, 3]].equal(old.denoising_class_embed.weight[[1, 2]])
-    assert embedding[1:3].equal(fresh[1:3])
-
-
 def test_weights_that_do_not_fit_are_refused():
     small = SMALL["detr"] | {"class_names": ["a"]}
     detector = build("detr", **small | {"num_queries": 7, "ffn_dim": 8})
