@@ -34,26 +34,31 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from torchvision.models import detection
 
-from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
 from toolkit.detectors.detr.sizes import DEIMV2_SIZES, ECDET_SIZES, LW_DETR_SIZES
+from toolkit.detectors.detr.weights_deimv2 import DEIMV2
 from toolkit.detectors.detr.weights_deimv2 import vit_names as deimv2_names
-from toolkit.detectors.detr.weights_detr import DETR
+from toolkit.detectors.detr.weights_detr import CONDITIONAL_DETR, DAB_DETR, DEFORMABLE_DETR, DETR
+from toolkit.detectors.detr.weights_ecdet import ECDET
 from toolkit.detectors.detr.weights_ecdet import ecvit_names as ecdet_names
+from toolkit.detectors.detr.weights_lw_detr import LW_DETR
 from toolkit.detectors.detr.weights_rf_detr import RF_DETR
-from toolkit.detectors.detr.weights_rt_detr import D_FINE
+from toolkit.detectors.detr.weights_rt_detr import D_FINE, RT_DETR
+from toolkit.detectors.faster_rcnn import weights_torchvision as faster_rcnn
 from toolkit.detectors.faster_rcnn.weights_maskrcnn_benchmark import MASKRCNN_BENCHMARK, STEM
 from toolkit.detectors.scene_graphs import weights_scene_graph_benchmark as scene_graphs
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.detectors.scene_graphs.start import start_scene_graph
+from toolkit.detectors.ssd import weights_torchvision as ssd
 from toolkit.detectors.yolov3 import weights_darknet as darknet
 from toolkit.detectors.yolov3 import weights_gluoncv as gluoncv
 from toolkit.models import build_detector
 from toolkit.models.final import load_detector_folder
 from toolkit.models.weights.difference import difference
 from toolkit.models.weights.mapping import map_weights
+from toolkit.models.weights.names import Publisher
 from toolkit.models.weights.pretrained import load_pretrained, open_pretrained
 from toolkit.models.weights.weight_files import fitting, open_published_weights, publishers, read_state
 from toolkit.tools.predict.open import open_own_detector, open_predictor
@@ -62,40 +67,40 @@ from toolkit.tools.predict.open import open_own_detector, open_predictor
 class File(NamedTuple):
     """Numbers of a publisher's program: who publishes it, the name of such a file, points of its decoder by level."""
 
-    publisher: str
+    publisher: Publisher
     name: str
     points: tuple[int, ...] = ()
     reg_scale: float = 4.0
 
 
 FILES = {
-    "detr": File("DETR", "detr-r18.pth"),
-    "detr_dc5": File("DETR", "detr-r50-dc5-f0fb7ef5.pth"),
-    "cond": File("CONDITIONAL_DETR", "ConditionalDETR_r18.pth"),
-    "dab": File("DAB_DETR", "checkpoint.pth"),
-    "defo": File("DEFORMABLE_DETR", "r50_deformable_detr.pth"),
-    "defo_refine": File("DEFORMABLE_DETR", "r50_deformable_detr_plus_iterative_bbox_refinement.pth"),
-    "defo_two": File("DEFORMABLE_DETR", "two_stage.pth"),
-    "v1_r18": File("RT_DETR", "rtdetr_r18vd.pth"),
-    "v1_r50": File("RT_DETR", "rtdetr_r50vd.pth"),
-    "v2_r18": File("RT_DETR", "rtdetrv2_r18vd.pth", (4, 4, 4)),
-    "v2_r50_wide": File("RT_DETR", "rtdetrv2_r50vd.pth", (4, 4, 4)),
-    "v2_r18_dsp": File("RT_DETR", "rtdetrv2_r18vd_dsp.pth", (4, 4, 4)),
-    "dfine_n": File("D_FINE", "dfine_n_coco.pth", (6, 6)),
-    "dfine_s": File("D_FINE", "dfine_s_coco.pth", (3, 6, 3)),
-    "dfine_m": File("D_FINE", "dfine_m_coco.pth", (3, 6, 3)),
-    "dfine_l": File("D_FINE", "dfine_l_coco.pth", (3, 6, 3)),
-    "dfine_x": File("D_FINE", "dfine_x_coco.pth", (3, 6, 3), 8.0),
-    "rtv4_s": File("D_FINE", "RTv4-S-hgnet.pth", (3, 6, 3)),
-    "deimv2_atto": File("DEIMV2", "deimv2_hgnetv2_atto_coco.pth", (4, 2)),
-    "deimv2_n": File("DEIMV2", "deimv2_hgnetv2_n_coco.pth", (6, 6)),
-    "deimv2_s": File("DEIMV2", "deimv2_dinov3_s_coco.pth", (3, 6, 3)),
-    "deimv2_x": File("DEIMV2", "deimv2_dinov3_x_coco.pth", (3, 6, 3)),
-    "ecdet_s": File("ECDET", "ecdet_s.pth", (3, 6, 3)),
-    "ecdet_l": File("ECDET", "ecdet_l.pth", (3, 6, 3)),
-    "rfdetr_nano": File("RF_DETR", "rf-detr-nano.pth"),
-    "lwdetr_tiny": File("LW_DETR", "LWDETR_tiny_60e_coco.pth"),
-    "lwdetr_large": File("LW_DETR", "LWDETR_large_60e_coco.pth"),
+    "detr": File(DETR, "detr-r18.pth"),
+    "detr_dc5": File(DETR, "detr-r50-dc5-f0fb7ef5.pth"),
+    "cond": File(CONDITIONAL_DETR, "ConditionalDETR_r18.pth"),
+    "dab": File(DAB_DETR, "checkpoint.pth"),
+    "defo": File(DEFORMABLE_DETR, "r50_deformable_detr.pth"),
+    "defo_refine": File(DEFORMABLE_DETR, "r50_deformable_detr_plus_iterative_bbox_refinement.pth"),
+    "defo_two": File(DEFORMABLE_DETR, "two_stage.pth"),
+    "v1_r18": File(RT_DETR, "rtdetr_r18vd.pth"),
+    "v1_r50": File(RT_DETR, "rtdetr_r50vd.pth"),
+    "v2_r18": File(RT_DETR, "rtdetrv2_r18vd.pth", (4, 4, 4)),
+    "v2_r50_wide": File(RT_DETR, "rtdetrv2_r50vd.pth", (4, 4, 4)),
+    "v2_r18_dsp": File(RT_DETR, "rtdetrv2_r18vd_dsp.pth", (4, 4, 4)),
+    "dfine_n": File(D_FINE, "dfine_n_coco.pth", (6, 6)),
+    "dfine_s": File(D_FINE, "dfine_s_coco.pth", (3, 6, 3)),
+    "dfine_m": File(D_FINE, "dfine_m_coco.pth", (3, 6, 3)),
+    "dfine_l": File(D_FINE, "dfine_l_coco.pth", (3, 6, 3)),
+    "dfine_x": File(D_FINE, "dfine_x_coco.pth", (3, 6, 3), 8.0),
+    "rtv4_s": File(D_FINE, "RTv4-S-hgnet.pth", (3, 6, 3)),
+    "deimv2_atto": File(DEIMV2, "deimv2_hgnetv2_atto_coco.pth", (4, 2)),
+    "deimv2_n": File(DEIMV2, "deimv2_hgnetv2_n_coco.pth", (6, 6)),
+    "deimv2_s": File(DEIMV2, "deimv2_dinov3_s_coco.pth", (3, 6, 3)),
+    "deimv2_x": File(DEIMV2, "deimv2_dinov3_x_coco.pth", (3, 6, 3)),
+    "ecdet_s": File(ECDET, "ecdet_s.pth", (3, 6, 3)),
+    "ecdet_l": File(ECDET, "ecdet_l.pth", (3, 6, 3)),
+    "rfdetr_nano": File(RF_DETR, "rf-detr-nano.pth"),
+    "lwdetr_tiny": File(LW_DETR, "LWDETR_tiny_60e_coco.pth"),
+    "lwdetr_large": File(LW_DETR, "LWDETR_large_60e_coco.pth"),
 }
 # Numbers that `decoder.up` has too, what follows from the size of the images; of DINOv3 for pretraining, masks and
 # masked biases, constants; a flag of RF-DETR's poses.
@@ -125,11 +130,6 @@ def program(name: str) -> tuple[dict, dict]:
     return published(name, {key: torch.tensor(value) for key, value in constants.items()})
 
 
-def publisher_of(name: str):
-    (reference,) = [each for each in index.PUBLISHERS if each.endswith(f":{FILES[name].publisher}")]
-    return index.load(reference)
-
-
 def recognising(state: dict) -> list:
     return [publisher for publisher in publishers() if publisher.recognised(state)]
 
@@ -153,7 +153,7 @@ def saved(state: dict, path) -> str:
 @pytest.mark.parametrize("name", FILES)
 def test_detectors_with_transformers_predict_what_the_program_does(name, monkeypatch):
     with_small_sizes(monkeypatch)
-    publisher = publisher_of(name)
+    publisher = FILES[name].publisher
     state, expected = program(name)
     assert recognising(state) == [publisher]
     found, ours = fitting(publisher, state, FILES[name].name)
@@ -236,7 +236,7 @@ def test_losses_are_those_of_the_program(name, hw, accuracy, monkeypatch):
     for key in state:
         if "bbox_head" in key and ".layers.2." in key:  # ECDet's were computed with a tenth of them
             state[key] = state[key] * 0.1
-    found, ours = fitting(publisher_of(name), state, FILES[name].name)
+    found, ours = fitting(FILES[name].publisher, state, FILES[name].name)
     detector = detector_of(found, num_queries=6).train()
     detector.load_state_dict(ours, strict=False)
     targets = targets_in(hw)
@@ -259,15 +259,15 @@ def filled(model) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("name", "side"),
+    ("name", "publisher", "side"),
     [
-        ("fasterrcnn_resnet50_fpn", 128),
-        ("fasterrcnn_resnet50_fpn_v2", 64),
-        pytest.param("ssd300_vgg16", 300, marks=pytest.mark.slow),
-        ("ssdlite320_mobilenet_v3_large", 320),
+        ("fasterrcnn_resnet50_fpn", faster_rcnn.FASTER_RCNN, 128),
+        ("fasterrcnn_resnet50_fpn_v2", faster_rcnn.FASTER_RCNN_V2, 64),
+        pytest.param("ssd300_vgg16", ssd.SSD300, 300, marks=pytest.mark.slow),
+        ("ssdlite320_mobilenet_v3_large", ssd.SSDLITE320, 320),
     ],
 )
-def test_torchvision_s_detectors_equal_torchvision(name, side):
+def test_torchvision_s_detectors_equal_torchvision(name, publisher, side):
     settings = {"min_size": side, "max_size": side} if name.startswith("fasterrcnn") else {}
     classes = 5
     if name == "fasterrcnn_resnet50_fpn":
@@ -283,9 +283,8 @@ def test_torchvision_s_detectors_equal_torchvision(name, side):
         )
     state = filled(theirs)
     theirs.load_state_dict(state)
-    (publisher,) = recognising(state)
+    assert recognising(state) == [publisher]
     found, ours = fitting(publisher, state, f"{name}_coco-0123abcd.pth")
-    assert publisher.program == "torchvision"
     assert found.architecture == name
     assert len(found.class_names) == classes - 1
     detector = detector_of(found).eval()
@@ -315,9 +314,9 @@ def test_names_of_before_torchvision_0_13_are_read():
         name = re.sub(r"mask_head\.(\d)\.0\.", lambda found: f"mask_head.mask_fcn{int(found[1]) + 1}.", name)
         name = re.sub(r"^(rpn\.head\.conv|backbone\.fpn\.\w+_blocks\.\d)(\.0)+(?=\.[^.]+$)", r"\1", name)
         old[name] = tensor
-    (publisher,) = recognising(old)
-    _, today = fitting(publisher, state, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
-    _, ours = fitting(publisher, old, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
+    assert recognising(old) == [faster_rcnn.FASTER_RCNN]
+    _, today = fitting(faster_rcnn.FASTER_RCNN, state, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
+    _, ours = fitting(faster_rcnn.FASTER_RCNN, old, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
     assert ours.keys() == today.keys()
     assert not today.keys() <= old.keys()
 
@@ -722,7 +721,7 @@ def backbone_in(name: str, below: str) -> dict:
 
 @pytest.mark.parametrize(("name", "names", "below", "ours"), BACKBONES)
 def test_the_file_of_a_backbone_has_the_names_of_the_whole_model_s(name, names, below, ours):
-    whole = publisher_of(name).ours_from(program(name)[0])
+    whole = FILES[name].publisher.ours_from(program(name)[0])
     wanted = {key.removeprefix(ours): tensor for key, tensor in whole.items() if key.startswith(ours)}
     assert_close(names(backbone_in(name, below)), wanted, rtol=0, atol=0)
 
@@ -739,7 +738,7 @@ def test_the_file_of_a_vision_transformer_is_loaded(tmp_path, capsys):
         pretrained_backbone=path,
     )
     loaded = detector.model.model.backbone.backbone.state_dict()
-    whole = publisher_of("lwdetr_tiny").ours_from(program("lwdetr_tiny")[0])
+    whole = FILES["lwdetr_tiny"].publisher.ours_from(program("lwdetr_tiny")[0])
     assert loaded
     assert all(tensor.equal(whole[f"model.model.backbone.backbone.{key}"]) for key, tensor in loaded.items())
     assert "missing" not in capsys.readouterr().out

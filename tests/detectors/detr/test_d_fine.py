@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from transformers import Deimv2Config
 from transformers.loss.loss_deimv2 import Deimv2Loss
 
+from toolkit.detectors.detr.d_fine_criterion import DFineCriterion
 from toolkit.detectors.detr.rt_detr import _transformers_targets, without_crowd
 from toolkit.step.freezing import hold_batch_norms
 
@@ -78,6 +79,7 @@ def test_losses_and_gradients_are_those_of_transformers(architecture, union, mon
     more_than_queries = 14
     batch = batch_of([2, 0, more_than_queries], crowd=1)
     outputs = forward(detector, batch)
+    assert isinstance(detector.set_loss, DFineCriterion)
     ours, _ = detector.criterion(outputs, batch.targets, detector.denominators(batch.targets))
     layers = outputs["layers"]
     labels = _transformers_targets([without_crowd(target) for target in batch.targets])

@@ -23,6 +23,7 @@ from transformers import RfDetrForInstanceSegmentation, RfDetrImageProcessor
 
 from toolkit.base.batch import normalize_images
 from toolkit.base.seeding import seed_images
+from toolkit.detectors.detr.mask_terms import MaskTerms
 from toolkit.detectors.detr.options import RfDetrOptions
 from toolkit.models.start import start_detector
 from toolkit.models.weights.pretrained import open_pretrained
@@ -75,6 +76,7 @@ def same_points(monkeypatch):
 def test_forward_losses_and_gradients_are_those_of_transformers(counts, monkeypatch):
     same_points(monkeypatch)
     detector = detector_of().train()
+    assert isinstance(detector.set_loss.masks, MaskTerms)
     batch = masks_batch(counts)
     counted = {key: max(1.0, value) for key, value in detector.denominators(batch.targets).items()}
     outputs = forward(detector, batch)
