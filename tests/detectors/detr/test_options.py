@@ -73,3 +73,8 @@ def test_resolved_settings_and_those_of_a_source_build_the_same_model(name):
     again.model.load_state_dict(wake(detector).model.state_dict())
     batch = batch_of([1, 2], (112, 112) if name == "rf_detr" else image_size(name))
     torch.testing.assert_close(predicted(again, batch)["boxes"], predicted(detector, batch)["boxes"])
+
+
+def test_an_evaluation_keeps_as_many_detections_as_queries_and_100_at_least():
+    assert small("rt_detr_v2").max_detections == 100
+    assert small("rt_detr_v2", num_queries=120).max_detections == 120
