@@ -99,7 +99,13 @@ def cases(names):
 
 every_detector = pytest.mark.parametrize("name", cases(EVERY))
 # Variants of one class of detectors add nothing to most promises.
-ALIKE = ("deformable_detr", "deformable_detr+", "without denoising", *VARIANTS, *LAST_STAGES)
+ALIKE = (
+    "deformable_detr",
+    "deformable_detr+",
+    "without denoising",
+    *VARIANTS,
+    *LAST_STAGES,
+)
 CLASSES_OF_DETECTORS = [name for name in EVERY if name not in (*ALIKE, *HEAVY)]
 PLAIN = [name for name in CLASSES_OF_DETECTORS if name not in GRAPHS]
 every_class = pytest.mark.parametrize("name", CLASSES_OF_DETECTORS)
@@ -252,7 +258,13 @@ def test_detections_are_the_best_above_the_threshold(name):
     outputs = predicted(detector, batch)
 
     def found(threshold, top_k=100, outputs=outputs):
-        return detector.postprocess(outputs, batch.sizes, batch.sizes * 2, threshold, top_k)
+        return detector.postprocess(
+            outputs,
+            batch.sizes,
+            batch.sizes * 2,
+            threshold,
+            top_k,
+        )
 
     every = found(-1.0)
     assert str(found(-1.0, outputs=forward(detector, batch))) == str(every), "targets change nothing"
@@ -384,7 +396,13 @@ def steps_of(detector, side: int) -> tuple[list[str], float]:
     """Two steps on full batches, and one in which a rank has no boxes."""
     accelerator = as_launched()
     optimizer = torch.optim.SGD(detector.parameters(), lr=1e-6)
-    model, optimizer = prepare(accelerator, detector, optimizer, None, detector.fixed_size)
+    model, optimizer = prepare(
+        accelerator,
+        detector,
+        optimizer,
+        None,
+        detector.fixed_size,
+    )
     without = []
     for counts in ([3, 2], [3, 2], [0, 0] if accelerator.is_main_process else [1, 2]):
         batch = batch_of(counts, (side, side))

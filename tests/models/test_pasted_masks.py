@@ -7,7 +7,12 @@ from torch.nn.functional import interpolate
 from toolkit.models import pasted_masks
 
 # (side of the masks, size of the picture)
-SIZES = [((13, 9), (100, 71)), ((27, 31), (20, 40)), ((1, 1), (3, 2)), ((4, 24), (96, 96))]
+SIZES = [
+    ((13, 9), (100, 71)),
+    ((27, 31), (20, 40)),
+    ((1, 1), (3, 2)),
+    ((4, 24), (96, 96)),
+]
 
 
 @pytest.mark.parametrize(("side_hw", "size_hw"), SIZES)

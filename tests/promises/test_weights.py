@@ -670,7 +670,18 @@ def test_a_d_fine_with_silu_stays_so(tmp_path):
     again, _, _ = load_detector_folder(tmp_path / "final")
     sizes = torch.tensor([[160, 160]])
     with torch.no_grad():
-        before, after = (each(pixels(1, 3, 160, 160), sizes) for each in (detector, again))
+        before, after = (
+            each(
+                pixels(
+                    1,
+                    3,
+                    160,
+                    160,
+                ),
+                sizes,
+            )
+            for each in (detector, again)
+        )
     assert_close(after, before, rtol=0, atol=0)
 
     state, _ = program("dfine_s")
@@ -1073,7 +1084,14 @@ def test_a_run_starts_from_another_and_its_folder_is_enough_from_then_on(
 
 def test_every_rank_starts_from_the_same_weights(server, script, settings, source, tmp_path):
     args = settings(
-        *("--run.output_dir", tmp_path, "--run.name", "ranks", "--model.pretrained", source),
+        *(
+            "--run.output_dir",
+            tmp_path,
+            "--run.name",
+            "ranks",
+            "--model.pretrained",
+            source,
+        ),
         *("--run.max_steps", 1, "--run.eval_every", 0, "--optim.lr", 0),
     )
     ended = server.run(script, args, 2).ok()

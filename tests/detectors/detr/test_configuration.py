@@ -102,7 +102,15 @@ def trained_of_backbone(detector) -> set[str]:
     return {name for name, p in detector.named_parameters() if "backbone" in name and p.requires_grad}
 
 
-@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr", "dab-detr"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "detr",
+        "conditional_detr",
+        "deformable_detr",
+        "dab-detr",
+    ],
+)
 def test_a_source_with_a_resnet_of_transformers_is_frozen_as_in_the_paper(name):
     config = config_on_resnet(name)
     detector = build(name, source_config=config)

@@ -61,7 +61,16 @@ def test_learned_position_embeddings_learn_where_the_image_is(learned):
 
 def test_learned_position_embeddings_reach_50_positions(learned):
     with pytest.raises(BadInput, match="model.position_embedding learned.*1664 px.*50 positions, sides of 1600"):
-        learned(torch.zeros(1, 3, 32, 1664, dtype=torch.uint8), torch.tensor([[32, 1664]]))
+        learned(
+            torch.zeros(
+                1,
+                3,
+                32,
+                1664,
+                dtype=torch.uint8,
+            ),
+            torch.tensor([[32, 1664]]),
+        )
 
 
 def test_learned_position_embeddings_are_the_original_s(learned):

@@ -56,7 +56,12 @@ def test_matching_is_the_cheapest_assignment_in_every_layer_and_image(seed, num_
 def predictions(num_layers: int, batch_size: int, num_queries: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     shape = (num_layers, batch_size, num_queries)
-    logits = torch.randn(*shape, len(CLASSES) + 1, generator=generator, dtype=torch.float64)
+    logits = torch.randn(
+        *shape,
+        len(CLASSES) + 1,
+        generator=generator,
+        dtype=torch.float64,
+    )
     boxes = torch.rand(*shape, 4, generator=generator, dtype=torch.float64) * 0.4 + 0.2
     return logits, boxes
 

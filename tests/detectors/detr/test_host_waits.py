@@ -48,7 +48,15 @@ def passed(forward, layer, args, kwargs, spoiled) -> list[torch.Tensor]:
     return [found.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("name", ["detr", "conditional_detr", "deformable_detr", *HYBRIDS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "detr",
+        "conditional_detr",
+        "deformable_detr",
+        *HYBRIDS,
+    ],
+)
 def test_encoder_layers_are_those_of_transformers_to_the_bit(name):
     detector = small(name, dropout=0.1).train()
     layer = next(module for module in detector.modules() if type(module).__name__ in ENCODER_LAYERS)

@@ -47,7 +47,12 @@ def original_pre_norm(core, pixels, mask):
     padding = ~padding.flatten(1)
     for layer in core.encoder.layers:  # forward_pre
         src2 = layer.self_attn_layer_norm(src)
-        src = src + OriginalAttention(layer.self_attn)(src2 + pos, src2 + pos, src2, padding)
+        src = src + OriginalAttention(layer.self_attn)(
+            src2 + pos,
+            src2 + pos,
+            src2,
+            padding,
+        )
         src = src + feed_forward(layer.mlp, layer.final_layer_norm(src))
     memory = core.encoder.layernorm(src)
     query_pos = core.query_position_embeddings.weight[:, None].repeat(1, len(pixels), 1)

@@ -11,7 +11,13 @@ from torch.testing import assert_close
 from toolkit.base.errors import BadInput
 from toolkit.models.final import load_detector_weights
 
-NARROW = {"d_model": 32, "heads": 2, "ffn_dim": 32, "num_queries": 4, "decoder_layers": 1}
+NARROW = {
+    "d_model": 32,
+    "heads": 2,
+    "ffn_dim": 32,
+    "num_queries": 4,
+    "decoder_layers": 1,
+}
 # (name, size, layers that are asked for, layers that are built)
 DEPTHS = [
     ("rf_detr", "base", None, 11),
@@ -45,7 +51,12 @@ def test_weights_from_before_maps_were_at_each_quarter_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("size", "layers", "stride", "side"),
-    [("nano", 2, 32, 24), ("small", 3, 32, 32), ("medium", 4, 32, 36), ("base", 3, 56, 37)],
+    [
+        ("nano", 2, 32, 24),
+        ("small", 3, 32, 32),
+        ("medium", 4, 32, 36),
+        ("base", 3, 56, 37),
+    ],
 )
 def test_sizes_are_those_of_its_program(size, layers, stride, side):
     """roboflow/rf-detr, rfdetr/config.py; a number of layers that is given counts more."""
@@ -84,7 +95,12 @@ def test_the_vision_transformer_takes_the_weights_of_timm(tmp_path):
     pixels = torch.randn(1, 3, 28, 42)
     with torch.no_grad():
         patches = theirs.patch_embed.proj(pixels).flatten(2).transpose(1, 2)
-        assert_close(vit.embeddings.patch_embeddings(pixels), patches, rtol=1e-4, atol=1e-4)
+        assert_close(
+            vit.embeddings.patch_embeddings(pixels),
+            patches,
+            rtol=1e-4,
+            atol=1e-4,
+        )
         assert_close(vit.layernorm(tokens), theirs.norm(tokens))
         for layer, block in zip(vit.encoder.layer, theirs.blocks, strict=False):
             if not layer.global_attention:  # which puts windows together before it

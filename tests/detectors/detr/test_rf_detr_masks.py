@@ -150,7 +150,13 @@ def test_detections_have_the_masks_that_transformers_finds():
     detector = detector_of()
     batch = masks_batch([1, 1])
     original = torch.tensor([[50, 70], [128, 100]])
-    found = detector.postprocess(predicted(detector, batch), batch.sizes, original, LOW, 20)
+    found = detector.postprocess(
+        predicted(detector, batch),
+        batch.sizes,
+        original,
+        LOW,
+        20,
+    )
     with torch.no_grad():
         theirs = detector._saved_model().eval()(pixels_of(detector, batch))
     expected = RfDetrImageProcessor().post_process_instance_segmentation(
@@ -177,7 +183,12 @@ def test_a_saved_folder_is_transformers_own_and_opens_again(tmp_path):
     batch = masks_batch([1, 1])
     with torch.no_grad():
         masks = theirs(pixels_of(detector, batch)).pred_masks
-    assert_close(mask_logits(predicted(detector, batch), -2), masks, rtol=1e-4, atol=1e-4)
+    assert_close(
+        mask_logits(predicted(detector, batch), -2),
+        masks,
+        rtol=1e-4,
+        atol=1e-4,
+    )
     source = open_pretrained(str(tmp_path))
     assert source.options["masks"] is True
     assert source.class_names == CLASSES

@@ -98,7 +98,13 @@ def test_graphs_are_trained_on_it_and_found(table, tmp_path, architecture):
         for graph, target in zip(graphs_of(model.eval(), batch, batch.targets), batch.targets, strict=True):
             count = len(graph["boxes"])
             assert 0 < count <= 5 if mode == "sgdet" else count == len(target["boxes"])
-    without_value = ("pretrained", "detector", "word_vectors", "norm_momentum", "backbone")
+    without_value = (
+        "pretrained",
+        "detector",
+        "word_vectors",
+        "norm_momentum",
+        "backbone",
+    )
     assert_resolved_options_build_it_again(model, table.class_names, without_value)
     model.save_final(tmp_path, table.categories)
     again = load_detector_folder(tmp_path)[0].eval()

@@ -30,7 +30,13 @@ def test_rows_go_to_the_same_class_and_block(layout, blocks, ours, theirs):
     before, per_class, after = layout
     fresh = numbered(0, blocks, layout, ours)
     source = numbered(1000, blocks, layout, theirs)
-    copied = copy_class_rows(fresh.flatten(0, 1), source.flatten(0, 1), layout, ours, theirs)
+    copied = copy_class_rows(
+        fresh.flatten(0, 1),
+        source.flatten(0, 1),
+        layout,
+        ours,
+        theirs,
+    )
     for block, new, old in zip(copied.reshape(fresh.shape), fresh, source, strict=True):
         assert block[:before].equal(old[:before])
         assert block[len(block) - after :].equal(old[len(old) - after :])
@@ -92,7 +98,12 @@ def test_the_table_names_a_few_classes_whose_rows_are_kept(shared, words):
     model = {"head": torch.zeros(7, 2)}
     checkpoint = {"head": torch.ones(1 + len(source_classes), 2)}
     of_classes = {"classes": list("abcdef"), "source_classes": source_classes}
-    table = map_weights(model, checkpoint, class_tensors={"head": (1, 1, 0)}, **of_classes)
+    table = map_weights(
+        model,
+        checkpoint,
+        class_tensors={"head": (1, 1, 0)},
+        **of_classes,
+    )
     assert table.rows == {"head": f"rows of {shared} of 6 classes{words}"}
     assert table.state["head"][:, 0].tolist() == [1] * (1 + shared) + [0] * (6 - shared)
     with pytest.raises(ValueError, match="different layouts"):
@@ -101,7 +112,13 @@ def test_the_table_names_a_few_classes_whose_rows_are_kept(shared, words):
 
 def test_the_summary_has_a_line_for_each_part_of_the_model():
     """At most three parts of a name, neither its own nor numbers, of the first four."""
-    names = ["a.b.c.d.weight", "a.b.c.d.bias", "a.0.b.1.c.weight", "x.y.weight", "weight"]
+    names = [
+        "a.b.c.d.weight",
+        "a.b.c.d.bias",
+        "a.0.b.1.c.weight",
+        "x.y.weight",
+        "weight",
+    ]
     tensors = {name: torch.zeros(1) for name in names}
     lines = [line.split() for line in map_weights(tensors, tensors).summary().splitlines()]
     counted = [(part, int(count)) for _, part, count, _ in lines]
