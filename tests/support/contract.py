@@ -39,5 +39,13 @@ def assert_resolved_options_build_it_again(detector, class_names, without_value=
     trained = [[name for name, p in each.named_parameters() if p.requires_grad] for each in (detector, again)]
     assert trained[0] == trained[1]
     assert again.resolved_options() == json.loads(json.dumps(resolved))
-    for announced in ("loss_names", "divided_by", "default_weights", "mean", "std", "stride", "class_tensors"):
+    for announced in (
+        "loss_names",
+        "divided_by",
+        "default_weights",
+        "mean",
+        "std",
+        "stride",
+        "class_tensors",
+    ):
         assert getattr(again, announced) == getattr(detector, announced), announced

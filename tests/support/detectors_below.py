@@ -4,7 +4,13 @@ from small_detectors import TRANSFORMER as WIDTHS
 
 TRANSFORMER = {"backbone": "test_resnet", **WIDTHS, "encoder_layers": 1, "num_queries": 20}
 HYBRID = TRANSFORMER | {"hidden_expansion": 0.5, "num_denoising": 4, "freeze": "none"}
-OWN_BACKBONE = {"d_model": 32, "heads": 2, "decoder_layers": 1, "ffn_dim": 32, "num_queries": 12}
+OWN_BACKBONE = {
+    "d_model": 32,
+    "heads": 2,
+    "decoder_layers": 1,
+    "ffn_dim": 32,
+    "num_queries": 12,
+}
 SINGLE_SHOT = {
     "backbone": "lcnet_035",
     "strides": [8, 16, 32],

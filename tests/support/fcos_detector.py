@@ -59,7 +59,16 @@ class FCOS(Detector):
         )
 
     def forward(self, images, sizes, targets=None):
-        maps = list(self.net.backbone(normalize_images(images, sizes, self.mean, self.std)).values())
+        maps = list(
+            self.net.backbone(
+                normalize_images(
+                    images,
+                    sizes,
+                    self.mean,
+                    self.std,
+                )
+            ).values()
+        )
         anchors = self.net.anchor_generator(ImageList(images, [tuple(images.shape[-2:])] * len(images)), maps)
         points = [level.shape[-2] * level.shape[-1] for level in maps]
         return self.net.head(maps) | {"anchors": anchors, "points": points}

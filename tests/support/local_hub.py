@@ -42,8 +42,23 @@ class Hub(BaseHTTPRequestHandler):
             if token not in roles:
                 return self.answer({"error": "Invalid username or password."}, 401)
             auth = {"accessToken": {"role": roles[token]}}
-            return self.answer({"type": "user", "name": "me", "orgs": [{"name": "lab"}], "auth": auth})
-        return self.answer({"id": "me/cups", "sha": "0" * 40, "siblings": [], "modelId": "me/cups", "tags": []})
+            return self.answer(
+                {
+                    "type": "user",
+                    "name": "me",
+                    "orgs": [{"name": "lab"}],
+                    "auth": auth,
+                }
+            )
+        return self.answer(
+            {
+                "id": "me/cups",
+                "sha": "0" * 40,
+                "siblings": [],
+                "modelId": "me/cups",
+                "tags": [],
+            }
+        )
 
     def do_POST(self):
         content, here = self.content(), f"http://{self.headers['Host']}"

@@ -67,8 +67,20 @@ SMALL_DEIMV2 = {
     ),
 }
 SMALL_ECDET = {
-    "s": narrowed(ECDET_SIZES["s"], 64, (48, 48), decoder_layers=3, vit=vit(64, 256, 1) | THREE_LAYERS),
-    "l": narrowed(ECDET_SIZES["l"], 32, (48, 40), decoder_layers=3, vit=vit(64, 384, 2) | THREE_LAYERS),
+    "s": narrowed(
+        ECDET_SIZES["s"],
+        64,
+        (48, 48),
+        decoder_layers=3,
+        vit=vit(64, 256, 1) | THREE_LAYERS,
+    ),
+    "l": narrowed(
+        ECDET_SIZES["l"],
+        32,
+        (48, 40),
+        decoder_layers=3,
+        vit=vit(64, 384, 2) | THREE_LAYERS,
+    ),
 }
 
 

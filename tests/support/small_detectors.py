@@ -3,6 +3,7 @@
 import torch
 import yaml
 from places import SMALL_CONFIGS
+from published import SMALL_ECDET
 from transformers import (
     Deimv2Config,
     DFineConfig,
@@ -20,8 +21,20 @@ from toolkit.step.losses import LossWeights
 
 CLASSES = ["circle", "square", "star"]
 CATEGORIES = [Category(7, "circle"), Category(3, "square"), Category(90, "star")]
-TRANSFORMER = {"d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 6}
-ON_TIMM = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER, "encoder_layers": 1, "dropout": 0.0}
+TRANSFORMER = {
+    "d_model": 32,
+    "heads": 2,
+    "decoder_layers": 2,
+    "ffn_dim": 32,
+    "num_queries": 6,
+}
+ON_TIMM = {
+    "backbone": "test_resnet",
+    "freeze": "none",
+    **TRANSFORMER,
+    "encoder_layers": 1,
+    "dropout": 0.0,
+}
 TINY_RF_DETR = {
     "backbone_config": {
         "model_type": "rf_detr_dinov2",
@@ -81,28 +94,28 @@ SMALL = {  # `+` and `++`: variants of an architecture
     "rf_detr": {"source_config": TINY_RF_DETR},
     "lw_detr": {"source_config": TINY_LW_DETR},
     **dict.fromkeys(HYBRIDS, FINE),
-    "ecdet": {name: value for name, value in FINE.items() if name not in ("backbone", "freeze")},
+    "ecdet": {"source_config": SMALL_ECDET["s"] | {"decoder_layers": 2, "num_queries": 12, "num_denoising": 8}},
 }
 OF_TRANSFORMERS = [name for name in SMALL if name != "ecdet"]
 
 
-def settings_of_script(name: str) -> dict:
-    """The settings of the detector in the small configuration of a training script."""
-    return yaml.safe_load((SMALL_CONFIGS / f"train_{name}.yaml").read_text())["model"]
+def settings_in(config: str) -> dict:
+    """The settings of the detector in one of the small configurations."""
+    return yaml.safe_load((SMALL_CONFIGS / f"{config}.yaml").read_text())["model"]
 
 
 MODELS = {name: {"architecture": name.rstrip("+"), **options} for name, options in SMALL.items()}
 MODELS |= {
     "without denoising": {"architecture": "rt_detr_v2", **FINE, "num_denoising": 0},
-    "yolov3": {"architecture": "yolov3", **settings_of_script("yolov3")},
-    "ssd": {"architecture": "ssd", **settings_of_script("ssd")},
-    "faster_rcnn": {"architecture": "faster_rcnn", **settings_of_script("faster_rcnn")},
+    "yolov3": {"architecture": "yolov3", **settings_in("train_yolov3")},
+    "ssd": {"architecture": "ssd", **settings_in("train_ssd")},
+    "faster_rcnn": {"architecture": "faster_rcnn", **settings_in("train_faster_rcnn")},
 }
 
 
 def built(name: str, **options):
     """One of `MODELS` in training, from random weights."""
-    options = MODELS[name] | {"pretrained_backbone": False} | options
+    options = MODELS[name] | options
     return build(options.pop("architecture"), **options).train()
 
 
@@ -149,20 +162,47 @@ def random_target(count: int, hw=(64, 96), crowd: int = 0, seed: int = 0, dtype=
 
 def random_images(hws, seed: int = 1) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(256, (3, *hw), generator=generator, dtype=torch.uint8) for hw in hws]
+    return [
+        torch.randint(
+            256,
+            (3, *hw),
+            generator=generator,
+            dtype=torch.uint8,
+        )
+        for hw in hws
+    ]
 
 
 def batch_of(counts, hw=(64, 96), crowd: int = 0, smaller=None):
     """Images with `counts` boxes each; `smaller`: the size of the first one."""
     hws = [smaller or hw, *[hw] * (len(counts) - 1)]
     images = random_images(hws)
-    targets = [random_target(n, hw, crowd, seed=i) for i, (n, hw) in enumerate(zip(counts, hws, strict=True))]
+    targets = [
+        random_target(
+            n,
+            hw,
+            crowd,
+            seed=i,
+        )
+        for i, (n, hw) in enumerate(zip(counts, hws, strict=True))
+    ]
     return collate(list(zip(images, targets, strict=True)))
+
+
+def forward(detector, batch):
+    """The outputs of a batch in training."""
+    return detector(batch.images, batch.sizes, batch.targets)
+
+
+@torch.no_grad()
+def predicted(detector, batch):
+    """The outputs of a batch without targets."""
+    return detector.eval()(batch.images, batch.sizes)
 
 
 def run(detector, batch, denominators=None):
     """Losses and metrics of a batch."""
-    outputs = detector(batch.images, batch.sizes, batch.targets)
+    outputs = forward(detector, batch)
     return detector.criterion(outputs, batch.targets, denominators or detector.denominators(batch.targets))
 
 
@@ -236,7 +276,18 @@ def hub_config(name: str) -> dict:
             out_indices=[1, 2, 3],
             reshape_hidden_states=True,
         )
-        return Deimv2Config(backbone_config=vit, spatial_tuning_adapter_inplanes=4, depth_mult=0.34, **TINY).to_dict()
+        return Deimv2Config(
+            backbone_config=vit,
+            spatial_tuning_adapter_inplanes=4,
+            depth_mult=0.34,
+            **TINY,
+        ).to_dict()
     config = {"d_fine": DFineConfig, "deimv2": Deimv2Config}[name]
     backbone = HGNetV2Config(out_indices=[2, 3, 4], **HGNET)
-    return config(backbone_config=backbone, depth_mult=0.34, max_num_bins=16, reg_scale=8.0, **TINY).to_dict()
+    return config(
+        backbone_config=backbone,
+        depth_mult=0.34,
+        max_num_bins=16,
+        reg_scale=8.0,
+        **TINY,
+    ).to_dict()

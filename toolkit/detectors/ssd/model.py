@@ -406,6 +406,8 @@ class SSDLite320(SSD300):
 
     Options = Ssdlite320Options
     builder = staticmethod(ssdlite320_mobilenet_v3_large)
+    # The last layer of each head alone, not the depthwise convolution and the norm before it.
+    class_tensors = {"head.classification_head.module_list.?.1.*": (1, 1, 0)}
     max_detections = 300
     map_strides = (16, 32, 64)
 
