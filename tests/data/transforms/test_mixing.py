@@ -1,0 +1,206 @@
+"""Mosaics, and the mixing and blending of the images of a batch: pixels, boxes and relations are what they say."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import assert_same, generator, sample, shapes_table, target_of
+
+from toolkit.data.pipeline import loader_of_settings
+from toolkit.data.transforms.geometry import GLUONCV_FILL_RGB
+from toolkit.data.transforms.mixing import (
+    BLENDED_OBJECTS,
+    blend_objects,
+    draw_mixup_lambda,
+    draw_point,
+    mix_batch,
+    mix_neighbours,
+    mixup,
+    mosaic,
+)
+from toolkit.run.settings import DataConfig
+
+SIDE = 64
+shares = st.floats(0.45, 0.55)
+seeds = st.integers(0, 2**40)
+
+
+def grey(place, size_hw, count=2):
+    """A flat image of a grey level of its own, with boxes in its corners and one relation."""
+    height, width = size_hw
+    corners = [(0, 0, width / 4, height / 4), (width * 3 / 4, height * 3 / 4, width, height)][:count]
+    target = target_of(corners, size_hw, [[0, count - 1, place]] if count else ())
+    target["labels"] = torch.full((count,), place)
+    image = torch.full((3, *size_hw), 40 * (place + 1), dtype=torch.uint8)
+    return image, target | {"image_id": place}
+
+
+parts = st.tuples(st.integers(4, 90), st.integers(4, 90), st.integers(0, 2))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(parts, min_size=4, max_size=4), st.integers(16, 48), st.integers(16, 48))
+def test_every_box_of_a_mosaic_shows_its_own_image(sizes, row, column):
+    samples = [grey(place, (height, width), count) for place, (height, width, count) in enumerate(sizes)]
+    image, target = mosaic(samples, (SIDE, SIDE), (row, column))
+    boxes = target["boxes"]
+    labels = target["labels"]
+    assert image.shape == (3, SIDE, SIDE)
+    assert target["size"].tolist() == target["orig_size"].tolist() == [SIDE, SIDE]
+    assert target["image_id"] == 0
+    assert len(boxes) == len(labels) == len(target["area"]) == len(target["iscrowd"])
+    assert (boxes >= 0).all()
+    assert (boxes <= SIDE).all()
+    centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).long().clamp(max=SIDE - 1)
+    assert image[0, centres[:, 1], centres[:, 0]].tolist() == (40 * (labels + 1)).tolist()
+    assert (boxes[:, 1] >= row - 1e-3).equal(labels >= 2)
+    assert (boxes[:, 0] >= column - 1e-3).equal(labels % 2 == 1)
+    for subject, object_, predicate in target["relations"].tolist():
+        assert labels[subject] == labels[object_] == predicate
+
+
+@pytest.mark.parametrize(
+    ("place", "first", "last"),
+    [
+        (0, (0, 0), (19, 39)),
+        (1, (0, 79), (19, 40)),
+        (2, (20, 39), (47, 16)),
+        (3, (20, 40), (47, 63)),
+    ],
+)
+def test_the_quadrants_of_a_mosaic(place, first, last):
+    """Wide images become 40 x 80 on a canvas of 48 x 80, high ones 48 x 24."""
+    sizes = [(32, 64), (32, 64), (64, 32), (64, 32)]
+    image, _ = mosaic([grey(number, size, 0) for number, size in enumerate(sizes)], (48, 80), (20, 40))
+    assert image[0][first] == image[0][last] == 40 * (place + 1)
+    for row, column in ((47, 15), (20, 64)):  # which none covers
+        assert image[:, row, column].tolist() == list(GLUONCV_FILL_RGB)
+
+
+def test_the_four_meet_in_the_middle():
+    points = torch.tensor([draw_point((100, 200), generator(seed)) for seed in range(300)])
+    assert points.amin(0).tolist() >= [25, 50]
+    assert points.amax(0).tolist() <= [75, 150]
+    assert points.float().std(0)[0] > 10
+
+
+def test_mixup_has_both_images_in_the_upper_left():
+    image, target = mixup(grey(0, (10, 30)), grey(1, (20, 20)), 0.25)
+    assert image.shape == (3, 20, 30)
+    assert image[0, 9, 19] == 40 * 0.25 + 80 * 0.75
+    assert image[0, 9, 20] == 40 * 0.25
+    assert image[0, 10, 19] == 80 * 0.75
+    assert target["mixup"].tolist() == [0.25] * 2 + [0.75] * 2
+    whole, alone = mixup(grey(0, (10, 30)), grey(1, (20, 20)), 2.0)
+    assert whole.shape == (3, 10, 30)
+    assert alone["mixup"].tolist() == [1, 1]
+    drawn = torch.tensor([draw_mixup_lambda(generator(seed)) for seed in range(300)])
+    assert drawn.mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+@st.composite
+def batches(draw):
+    """Samples of one size with boxes inside, some of them crowds or small, and one relation where there are two."""
+    batch = []
+    for number in range(draw(st.integers(1, 4))):
+        boxes = []
+        for _ in range(draw(st.integers(0, 3))):
+            x = draw(st.integers(0, 38))
+            y = draw(st.integers(0, 38))
+            boxes.append([x, y, draw(st.integers(x + 1, 40)), draw(st.integers(y + 1, 40))])
+        relations = [[0, len(boxes) - 1, 5]] if len(boxes) > 1 else ()
+        image, target = sample(boxes, (40, 40), relations, draw(st.sets(st.integers(0, 2))))
+        target |= {"image_id": number, "labels": target["labels"] + 10 * number}
+        batch.append((image.roll(number, 1), target))
+    return batch
+
+
+def assert_mixed(image, own, other, share):
+    expected = own.double() * share + other.double() * (1 - share)
+    assert image.dtype == torch.uint8
+    assert (image.double() - expected).abs().max() <= 0.501
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), shares)
+def test_each_image_is_mixed_with_the_one_before_it(samples, share):
+    for number, (image, target) in enumerate(mix_neighbours(samples, share)):
+        own, mine = samples[number]
+        other, more = samples[number - 1]
+        assert_mixed(image, own, other, share)
+        assert target["image_id"] == mine["image_id"]
+        assert target["boxes"].equal(torch.cat([mine["boxes"], more["boxes"]]))
+        assert target["labels"].equal(torch.cat([mine["labels"], more["labels"]]))
+        count = len(mine["labels"])
+        shifted = more["relations"] + torch.tensor([count, count, 0])
+        assert target["relations"].equal(torch.cat([mine["relations"], shifted]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), shares, seeds)
+def test_blended_objects_are_where_their_boxes_say(samples, share, seed):
+    before = [image.clone() for image, _ in samples]
+    pool = {}
+    for image, target in samples:
+        for row, label in enumerate(target["labels"].tolist()):
+            if target["area"][row] >= 100 and not target["iscrowd"][row]:
+                pool[label] = (image, target["boxes"][row].int().tolist())
+    blended = blend_objects(samples, share, generator(seed))
+    for (image, target), (own, mine), kept in zip(blended, samples, before, strict=True):
+        assert own.equal(kept)  # the images of the batch are not changed in place
+        count = len(mine["labels"])
+        added = target["boxes"][count:].int().tolist()
+        labels = target["labels"][count:].tolist()
+        assert target["boxes"][:count].equal(mine["boxes"])
+        assert target["relations"].equal(mine["relations"])
+        assert len(set(labels)) == len(added) == min(BLENDED_OBJECTS, len(pool))
+        is_touched = torch.zeros(40, 40, dtype=torch.bool)
+        for label, (x1, y1, x2, y2) in zip(labels, added, strict=True):
+            source, (left, top, right, bottom) = pool[label]
+            assert 0 <= x1 < x2 <= 40
+            assert 0 <= y1 < y2 <= 40
+            assert (x2 - x1, y2 - y1) == (right - left, bottom - top)
+            wide = int((x2 - x1) * 0.25)
+            high = int((y2 - y1) * 0.25)
+            is_touched[max(0, y1 - high) : y2 + high, max(0, x1 - wide) : x2 + wide] = True
+            if len(added) == 1:
+                patch = source[:, top:bottom, left:right]
+                assert_mixed(image[:, y1:y2, x1:x2], own[:, y1:y2, x1:x2], patch, share)
+        assert image[:, ~is_touched].equal(own[:, ~is_touched])
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), seeds)
+def test_a_batch_is_mixed_or_blended_or_neither(samples, seed):
+    share = 0.45 + (0.55 - 0.45) * float(torch.rand(3, generator=generator(seed))[0])
+    for mixed, expected in zip(mix_batch(samples, 1, 1, generator(seed)), mix_neighbours(samples, share), strict=True):
+        assert_same(mixed, expected)
+    source = generator(seed)
+    torch.rand(3, generator=source)
+    for mixed, expected in zip(
+        mix_batch(samples, 0, 1, generator(seed)),
+        blend_objects(samples, share, source),
+        strict=True,
+    ):
+        assert_same(mixed, expected)
+    for mixed, expected in zip(mix_batch(samples, 0, 0, generator(seed)), samples, strict=True):
+        assert_same(mixed, expected)
+
+
+def test_a_loader_gives_the_same_mixed_batches_with_workers_and_after_a_resume(tmp_path):
+    table = shapes_table(tmp_path, 12, 48)
+
+    def loaded(workers=0, done=0, plain=0, **mixing):
+        settings = DataConfig(image_size=48, workers=workers, batch_size_per_device=4, **mixing)
+        sampler, loader = loader_of_settings(table, settings, seed=0, stride=1)
+        if plain:
+            loader.dataset.dataset.plan(plain, 3, 3)
+        sampler.advance(4 * done)
+        return [batch.images for batch in loader]
+
+    mixing = {"batch_mixup": 0.5, "copy_blend": 1.0}
+    mixed = loaded(**mixing)
+    untouched = loaded()
+    assert not any(map(torch.equal, mixed, untouched))
+    assert all(map(torch.equal, loaded(workers=2, done=1, **mixing), mixed[1:]))
+    assert all(map(torch.equal, loaded(plain=1, **mixing), untouched))
