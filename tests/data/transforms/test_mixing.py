@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import assert_same, generator, sample, shapes_table, target_of
+from samples import assert_same, generator, sample, samples, shapes_table, target_of
 
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.transforms.geometry import GLUONCV_FILL_RGB
@@ -84,18 +84,40 @@ def test_the_four_meet_in_the_middle():
     assert points.float().std(0)[0] > 10
 
 
-def test_mixup_has_both_images_in_the_upper_left():
-    image, target = mixup(grey(0, (10, 30)), grey(1, (20, 20)), 0.25)
-    assert image.shape == (3, 20, 30)
-    assert image[0, 9, 19] == 40 * 0.25 + 80 * 0.75
-    assert image[0, 9, 20] == 40 * 0.25
-    assert image[0, 10, 19] == 80 * 0.75
-    assert target["mixup"].tolist() == [0.25] * 2 + [0.75] * 2
-    whole, alone = mixup(grey(0, (10, 30)), grey(1, (20, 20)), 2.0)
-    assert whole.shape == (3, 10, 30)
-    assert alone["mixup"].tolist() == [1, 1]
-    drawn = torch.tensor([draw_mixup_lambda(generator(seed)) for seed in range(300)])
+@settings(max_examples=30, deadline=None)
+@given(samples(), samples(), st.floats(-0.2, 1.2))
+def test_mixup_is_the_weighted_sum_of_both_images_in_the_upper_left(one, other, share):
+    image, target = mixup(one, other, share)
+    share = min(max(share, 0), 1)
+    count = len(one[1]["labels"])
+    assert target["mixup"][:count].tolist() == pytest.approx([share] * count)
+    if share == 1:
+        assert image is one[0]
+        assert len(target["boxes"]) == count
+        return
+    expected = torch.zeros(3, *torch.tensor([one[0].shape, other[0].shape]).amax(0)[1:], dtype=torch.float64)
+    expected[:, : one[0].shape[1], : one[0].shape[2]] += one[0].double() * share
+    expected[:, : other[0].shape[1], : other[0].shape[2]] += other[0].double() * (1 - share)
+    assert image.shape == expected.shape
+    lost = expected - image
+    assert (lost > -1e-4).all()
+    assert (lost < 1 + 1e-4).all()  # truncated
+    assert target["size"].tolist() == list(image.shape[1:])
+    assert target["boxes"].equal(torch.cat([one[1]["boxes"], other[1]["boxes"]]))
+    assert target["mixup"][count:].tolist() == pytest.approx([1 - share] * len(other[1]["labels"]))
+    assert target["relations"][len(one[1]["relations"]) :].equal(shifted(other[1]["relations"], count))
+
+
+def test_the_share_of_mixup_is_a_function_of_the_generator():
+    drawn = torch.tensor([draw_mixup_lambda(generator(seed)) for seed in range(500)])
+    assert draw_mixup_lambda(generator(7)) == pytest.approx(drawn[7].item())
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.05)
+    assert drawn.std().item() == pytest.approx(0.25, abs=0.03)
+
+
+def shifted(relations, count):
+    """Of boxes that come behind so many others."""
+    return relations + torch.tensor([count, count, 0])
 
 
 @st.composite
@@ -123,17 +145,16 @@ def assert_mixed(image, own, other, share):
 
 @settings(max_examples=30, deadline=None)
 @given(batches(), shares)
-def test_each_image_is_mixed_with_the_one_before_it(samples, share):
-    for number, (image, target) in enumerate(mix_neighbours(samples, share)):
-        own, mine = samples[number]
-        other, more = samples[number - 1]
+def test_each_image_is_mixed_with_the_one_before_it(batch, share):
+    for number, (image, target) in enumerate(mix_neighbours(batch, share)):
+        own, mine = batch[number]
+        other, more = batch[number - 1]
         assert_mixed(image, own, other, share)
         assert target["image_id"] == mine["image_id"]
         assert target["boxes"].equal(torch.cat([mine["boxes"], more["boxes"]]))
         assert target["labels"].equal(torch.cat([mine["labels"], more["labels"]]))
         count = len(mine["labels"])
-        shifted = more["relations"] + torch.tensor([count, count, 0])
-        assert target["relations"].equal(torch.cat([mine["relations"], shifted]))
+        assert target["relations"].equal(torch.cat([mine["relations"], shifted(more["relations"], count)]))
 
 
 @settings(max_examples=60, deadline=None)
