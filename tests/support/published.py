@@ -59,11 +59,13 @@ THREE_LAYERS = {"num_hidden_layers": 3, "out_indices": [2, 3]}
 SMALL_DEIMV2 = {
     "atto": narrowed(DEIMV2_SIZES["atto"], 48, (64, 64)),
     "n": narrowed(DEIMV2_SIZES["n"], 48, (64, 64)),
-    "s": narrowed(DEIMV2_SIZES["s"], 64, (64, 96), decoder_layers=2, spatial_tuning_adapter_inplanes=8,
-                  vit=vit(64, 256, 1)),
-    "x": narrowed(DEIMV2_SIZES["x"], 48, (64, 96), decoder_layers=2, spatial_tuning_adapter_inplanes=8,
-                  vit=vit(128, 512, 2)),
-}  # fmt: skip
+    "s": narrowed(
+        DEIMV2_SIZES["s"], 64, (64, 96), decoder_layers=2, spatial_tuning_adapter_inplanes=8, vit=vit(64, 256, 1)
+    ),
+    "x": narrowed(
+        DEIMV2_SIZES["x"], 48, (64, 96), decoder_layers=2, spatial_tuning_adapter_inplanes=8, vit=vit(128, 512, 2)
+    ),
+}
 SMALL_ECDET = {
     "s": narrowed(ECDET_SIZES["s"], 64, (48, 48), decoder_layers=3, vit=vit(64, 256, 1) | THREE_LAYERS),
     "l": narrowed(ECDET_SIZES["l"], 32, (48, 40), decoder_layers=3, vit=vit(64, 384, 2) | THREE_LAYERS),

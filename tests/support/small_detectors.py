@@ -1,6 +1,9 @@
-"""Small members of the DETR family with random weights, and batches for them, for the tests of detectors."""
+"""Small detectors with random weights, most of the DETR family, and batches for them, for the tests of detectors."""
 
 import torch
+import yaml
+from places import SMALL_CONFIGS
+from published import SMALL_ECDET
 from transformers import (
     Deimv2Config,
     DFineConfig,
@@ -21,20 +24,52 @@ CATEGORIES = [Category(7, "circle"), Category(3, "square"), Category(90, "star")
 TRANSFORMER = {"d_model": 32, "heads": 2, "decoder_layers": 2, "ffn_dim": 32, "num_queries": 6}
 ON_TIMM = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER, "encoder_layers": 1, "dropout": 0.0}
 TINY_RF_DETR = {
-    "backbone_config": {"model_type": "rf_detr_dinov2", "hidden_size": 32, "num_attention_heads": 2, "image_size": 64,
-                        "patch_size": 8, "num_windows": 2, "num_hidden_layers": 2, "out_indices": [1, 2]},
-    "d_model": 32, "decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 4, "decoder_layers": 2,
-    "decoder_ffn_dim": 32, "num_queries": 6, "group_detr": 3, "dropout": 0.0,
-}  # fmt: skip
+    "backbone_config": {
+        "model_type": "rf_detr_dinov2",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 8,
+        "num_windows": 2,
+        "num_hidden_layers": 2,
+        "out_indices": [1, 2],
+    },
+    "d_model": 32,
+    "decoder_self_attention_heads": 2,
+    "decoder_cross_attention_heads": 4,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 32,
+    "num_queries": 6,
+    "group_detr": 3,
+    "dropout": 0.0,
+}
 TINY_LW_DETR = {
-    "backbone_config": {"model_type": "lw_detr_vit", "hidden_size": 24, "num_attention_heads": 2,
-                        "num_hidden_layers": 2, "window_block_indices": [0], "out_indices": [1, 2]},
-    "projector_scale_factors": [2.0, 0.5], "d_model": 32, "decoder_self_attention_heads": 2,
-    "decoder_cross_attention_heads": 4, "decoder_layers": 2, "decoder_ffn_dim": 32, "decoder_n_points": 2,
-    "num_queries": 6, "group_detr": 3,
-}  # fmt: skip
-FINE = {"backbone": "test_resnet", "freeze": "none", **TRANSFORMER, "num_queries": 12, "num_denoising": 8,
-        "hidden_expansion": 0.5}  # fmt: skip
+    "backbone_config": {
+        "model_type": "lw_detr_vit",
+        "hidden_size": 24,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "window_block_indices": [0],
+        "out_indices": [1, 2],
+    },
+    "projector_scale_factors": [2.0, 0.5],
+    "d_model": 32,
+    "decoder_self_attention_heads": 2,
+    "decoder_cross_attention_heads": 4,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 32,
+    "decoder_n_points": 2,
+    "num_queries": 6,
+    "group_detr": 3,
+}
+FINE = {
+    "backbone": "test_resnet",
+    "freeze": "none",
+    **TRANSFORMER,
+    "num_queries": 12,
+    "num_denoising": 8,
+    "hidden_expansion": 0.5,
+}
 HYBRIDS = ("rt_detr_v2", "d_fine", "deimv2")  # which transformers has
 REAL_TIME = (*HYBRIDS, "ecdet")
 SMALL = {  # `+` and `++`: variants of an architecture
@@ -47,9 +82,29 @@ SMALL = {  # `+` and `++`: variants of an architecture
     "rf_detr": {"source_config": TINY_RF_DETR},
     "lw_detr": {"source_config": TINY_LW_DETR},
     **dict.fromkeys(HYBRIDS, FINE),
-    "ecdet": {name: value for name, value in FINE.items() if name not in ("backbone", "freeze")},
+    "ecdet": {"source_config": SMALL_ECDET["s"] | {"decoder_layers": 2, "num_queries": 12, "num_denoising": 8}},
 }
 OF_TRANSFORMERS = [name for name in SMALL if name != "ecdet"]
+
+
+def settings_in(config: str) -> dict:
+    """The settings of the detector in one of the small configurations."""
+    return yaml.safe_load((SMALL_CONFIGS / f"{config}.yaml").read_text())["model"]
+
+
+MODELS = {name: {"architecture": name.rstrip("+"), **options} for name, options in SMALL.items()}
+MODELS |= {
+    "without denoising": {"architecture": "rt_detr_v2", **FINE, "num_denoising": 0},
+    "yolov3": {"architecture": "yolov3", **settings_in("train_yolov3")},
+    "ssd": {"architecture": "ssd", **settings_in("train_ssd")},
+    "faster_rcnn": {"architecture": "faster_rcnn", **settings_in("train_faster_rcnn")},
+}
+
+
+def built(name: str, **options):
+    """One of `MODELS` in training, from random weights."""
+    options = MODELS[name] | options
+    return build(options.pop("architecture"), **options).train()
 
 
 def build(name: str, seed: int = 0, **options):
@@ -106,9 +161,20 @@ def batch_of(counts, hw=(64, 96), crowd: int = 0, smaller=None):
     return collate(list(zip(images, targets, strict=True)))
 
 
+def forward(detector, batch):
+    """The outputs of a batch in training."""
+    return detector(batch.images, batch.sizes, batch.targets)
+
+
+@torch.no_grad()
+def predicted(detector, batch):
+    """The outputs of a batch without targets."""
+    return detector.eval()(batch.images, batch.sizes)
+
+
 def run(detector, batch, denominators=None):
     """Losses and metrics of a batch."""
-    outputs = detector(batch.images, batch.sizes, batch.targets)
+    outputs = forward(detector, batch)
     return detector.criterion(outputs, batch.targets, denominators or detector.denominators(batch.targets))
 
 
@@ -133,24 +199,55 @@ def transformers_labels(targets) -> list[dict]:
     ]
 
 
-HGNET = {"stem_channels": [3, 8, 8], "stage_in_channels": [8, 8, 8, 16], "stage_mid_channels": [8, 8, 8, 8],
-         "stage_out_channels": [8, 8, 16, 16], "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [1, 1, 1, 1],
-         "hidden_sizes": [8, 8, 16, 16], "embedding_size": 8, "depths": [1, 1, 1, 1],
-         "stage_light_block": [False] * 4}  # fmt: skip
-TINY = {"d_model": 16, "encoder_hidden_dim": 16, "decoder_in_channels": [16] * 3, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_queries": 10,
-        "decoder_layers": 2, "num_denoising": 6, "num_labels": 7, "hidden_expansion": 0.5}  # fmt: skip
+HGNET = {
+    "stem_channels": [3, 8, 8],
+    "stage_in_channels": [8, 8, 8, 16],
+    "stage_mid_channels": [8, 8, 8, 8],
+    "stage_out_channels": [8, 8, 16, 16],
+    "stage_num_blocks": [1, 1, 1, 1],
+    "stage_numb_of_layers": [1, 1, 1, 1],
+    "hidden_sizes": [8, 8, 16, 16],
+    "embedding_size": 8,
+    "depths": [1, 1, 1, 1],
+    "stage_light_block": [False] * 4,
+}
+TINY = {
+    "d_model": 16,
+    "encoder_hidden_dim": 16,
+    "decoder_in_channels": [16] * 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "num_queries": 10,
+    "decoder_layers": 2,
+    "num_denoising": 6,
+    "num_labels": 7,
+    "hidden_expansion": 0.5,
+}
 
 
 def hub_config(name: str) -> dict:
     """As a folder of the hub has it: another number of classes, a backbone of transformers' own. dinov3: DEIMv2-S."""
     if name == "rt_detr_v2":
-        resnet = RTDetrResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1],
-                                    layer_type="basic", out_indices=[2, 3, 4])  # fmt: skip
+        resnet = RTDetrResNetConfig(
+            embedding_size=8,
+            hidden_sizes=[8, 8, 16, 16],
+            depths=[1, 1, 1, 1],
+            layer_type="basic",
+            out_indices=[2, 3, 4],
+        )
         return RTDetrV2Config(backbone_config=resnet, **TINY).to_dict()
     if name == "dinov3":
-        vit = DINOv3ViTConfig(hidden_size=24, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-                              patch_size=16, out_indices=[1, 2, 3], reshape_hidden_states=True)  # fmt: skip
+        vit = DINOv3ViTConfig(
+            hidden_size=24,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            patch_size=16,
+            out_indices=[1, 2, 3],
+            reshape_hidden_states=True,
+        )
         return Deimv2Config(backbone_config=vit, spatial_tuning_adapter_inplanes=4, depth_mult=0.34, **TINY).to_dict()
     config = {"d_fine": DFineConfig, "deimv2": Deimv2Config}[name]
     backbone = HGNetV2Config(out_indices=[2, 3, 4], **HGNET)
