@@ -40,11 +40,11 @@ from toolkit.data.transforms.geometry import (
     Compose,
     RandomFlip,
     ResizeShorter,
+    ThenResize,
     detr_train_transform,
-    exact_transform,
     recheck_boxes,
 )
-from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion
+from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, SeenRegion
 from toolkit.detectors.ssd.transforms import SsdTransform
 from toolkit.detectors.yolov3.transforms import ColourDistortion, ConstrainedCrop, RandomExpand, Yolov3Transform
 from toolkit.run.settings import DataConfig
@@ -77,50 +77,44 @@ def made(kind, **options):
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
-def own_transform(recipe, zoom_out=1.0, iou_crop=False, flip=False, photometric=False):
-    """The transform of one size that a script would build for itself."""
-    if recipe == "ssd":
-        return SsdTransform(zoom_out, iou_crop, flip, photometric)
-    steps = []
-    if photometric:
-        steps.append(ColourDistortion())
-    if zoom_out > 1:
-        steps.append(RandomExpand(zoom_out))
-    if iou_crop:
-        steps.append(ConstrainedCrop())
-    return Yolov3Transform(tuple(steps), 0.5 * flip) if steps or flip else exact_transform(SIDE)
+COLOURS = {"photometric": True}
+REGIONS = {"zoom_out": 2.5, "iou_crop": True}
+FLIP = RandomFlip(0.5)
 
 
-CROWDED = ([[5, 5, 30, 40], [20, 10, 60, 50], [0, 0, 9, 9]], (60, 80), [[0, 1, 4]], [2])
-
-
-@pytest.mark.parametrize("recipe", ["ssd", "yolov3"])
-def test_a_recipe_gives_what_its_own_transform_gives(recipe):
-    given_sample = sample(*CROWDED)
-    for zoom_out, iou_crop, flip, photometric in product((1.0, 2.5), (False, True), (False, True), (False, True)):
-        options = {"zoom_out": zoom_out, "iou_crop": iou_crop, "flip": flip, "photometric": photometric}
-        transform = train_transform(config(recipe, **options))
-        own = own_transform(recipe, **options)
-        for seed in range(6):
-            found = transform(*given_sample, generator(seed), (SIDE, 32))
-            assert_same(found, own(*given_sample, generator(seed), (SIDE, 32)))
-
-
-@pytest.mark.parametrize("photometric", [False, True])
-@pytest.mark.parametrize("flip", [False, True])
-def test_the_recipe_of_detr_is_its_steps(flip, photometric):
-    given_sample = sample(*CROWDED)
-    probability = 0.5 * flip
-    colours = (PhotometricDistortion(),) * photometric
-    for kind, steps in {
-        "detr square": (*(RandomFlip(probability),) * flip, exact_transform(SIDE)),
-        "detr one scale": (RandomFlip(probability), ResizeShorter((40,), 90)),
-        "detr scales, crop": (detr_train_transform([40, 56], 90, flip_probability=probability),),
-    }.items():
-        transform = train_transform(config(kind, flip=flip, photometric=photometric))
-        own = Compose((*steps, *colours))
-        for seed in range(6):
-            assert_same(transform(*given_sample, generator(seed)), own(*given_sample, generator(seed)))
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("ssd", {}, SsdTransform(1.0, False, True, False)),
+        ("ssd", {**REGIONS, **COLOURS, "flip": False}, SsdTransform(2.5, True, False, True)),
+        ("yolov3", {}, Yolov3Transform((), 0.5)),
+        (
+            "yolov3",
+            {**REGIONS, **COLOURS, "flip": False},
+            Yolov3Transform((ColourDistortion(), RandomExpand(2.5), ConstrainedCrop()), 0.0),
+        ),
+        ("detr square", {"flip": False}, ThenResize(Compose(()), Compose(()), (SIDE, SIDE))),
+        (
+            "detr square",
+            {**REGIONS, **COLOURS},
+            ThenResize(Compose((SeenRegion(2.5, True), FLIP)), Compose((PhotometricDistortion(),)), (SIDE, SIDE)),
+        ),
+        ("detr one scale", {}, Compose((Compose((FLIP, ResizeShorter((40,), 90))),))),
+        (
+            "detr scales, crop",
+            {**COLOURS, "zoom_out": 2.5, "flip": False},
+            Compose(
+                (
+                    SeenRegion(2.5, False),
+                    detr_train_transform([40, 56], 90, flip_probability=0.0),
+                    PhotometricDistortion(),
+                )
+            ),
+        ),
+    ],
+)
+def test_a_recipe_is_its_transforms_in_order(kind, options, expected):
+    assert train_transform(config(kind, **options)) == expected
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -133,19 +127,6 @@ def test_with_everything_off_a_recipe_is_the_resize_of_validation(recipe):
     assert transform(*given_sample, generator(), (32, 64))[0].shape == (3, 32, 64)
     if recipe == "detr":
         assert_same(found, transform(*given_sample, generator()))
-
-
-@pytest.mark.parametrize(
-    ("scales", "random_crop", "least"),
-    [([100], False, 2), ([100, 120], False, 2), ([100, 120], True, 1), ([100], True, 1)],
-)
-def test_crops_are_detrs_only_where_asked_for(scales, random_crop, least):
-    image, target = sample([[0, 0, 40, 30], [1000, 700, 1040, 740]], (800, 1200))
-    transform = train_transform(DataConfig(scales=scales, max_size=400, random_crop=random_crop))
-    found = [transform(image, target, generator(seed)) for seed in range(20)]
-    assert min(len(moved["boxes"]) for _, moved in found) <= least
-    assert (min(len(moved["boxes"]) for _, moved in found) == 2) == (not random_crop)
-    assert {min(out.shape[-2:]) for out, _ in found} == set(scales)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,21 +210,6 @@ def test_sizes_of_the_recipes(options, expected):
     assert training_sizes(DataConfig(**{"image_size": 64} | options)) == expected
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_a_pair_is_height_and_width(recipe):
-    c = DataConfig(recipe=recipe, image_size=[48, 80], multi_scale=[[48, 80], [32, 64]], multi_scale_pixels=True)
-    sizes = training_sizes(c)
-    assert sizes.sizes_hw == ((48, 80), (32, 64))
-    assert sizes.base_hw == (48, 80)
-    assert sizes.batch_size((32, 64), 4) == 7
-    given_sample = sample([[5, 5, 30, 40]])
-    trained, _ = train_transform(c)(*given_sample, generator(), (32, 64))
-    judged, target = val_transform(c.image_size, [], 0)(*given_sample, generator())
-    assert trained.shape == (3, 32, 64)
-    assert judged.shape == (3, 48, 80)
-    assert target["size"].tolist() == [48, 80]
-
-
 def test_the_size_of_a_processor():
     assert processor_size([48, 80], [], 0) == {"height": 48, "width": 80}
     assert processor_size(64, [], 0) == {"height": 64, "width": 64}
@@ -273,7 +239,6 @@ def test_portrait_images_are_a_group():
         (train_transform, {"recipe": "coco"}, ["data.recipe is 'coco'.*detr, ssd, yolov3"]),
         (train_transform, {"recipe": "ssd", "scales": [80]}, ["ssd.*data.scales.*set data.recipe to detr"]),
         (train_transform, {"random_crop": True, "zoom_out": 0.0}, ["random_crop.*give data.scales", "zoom_out is 0.0"]),
-        (train_transform, {"zoom_out": float("nan")}, ["data.zoom_out is nan"]),
         (train_transform, {"scales": [80, 0]}, [r"data.scales is \[80, 0\]"]),
         (training_sizes, {"scales": [80], "multi_scale": [64]}, ["data.multi_scale .*data.scales"]),
         (training_sizes, {"scales": [80], "mosaic": 0.5}, ["data.mosaic .*data.scales.*mosaic to 0"]),
@@ -286,7 +251,6 @@ def test_portrait_images_are_a_group():
             {"image_size": [384, 640], "multi_scale": [320, 480]},
             [r"other aspects.*\[\[248, 413\], \[372, 620\]\]"],
         ),
-        (training_sizes, {"image_size": 640, "multi_scale": [[384, 640]]}, [r"other aspects.*\[\[496, 496\]\]"]),
     ],
 )
 def test_all_that_cannot_go_together_is_named_at_once(make, options, words):
@@ -347,23 +311,19 @@ def test_all_columns_go_with_their_boxes_through_mixing_and_every_recipe(table, 
     assert related > 130
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_yolov3_recipe_draws_whether_there_is_a_mosaic(table, kind):
-    dataset = load(table, config(kind, **ALL_ON))[1].dataset.dataset
-    assert type(dataset) is (MixedDataset if kind == "yolov3" else DetectionDataset)
-
-
-def test_samples_that_may_be_mosaics_draw_once_before(table):
-    transform = train_transform(DataConfig(recipe="yolov3", image_size=SIDE, **ALL_ON))
+def test_samples_of_the_yolov3_recipe_draw_whether_they_are_mosaics(table):
+    dataset = load(table, config("yolov3", **ALL_ON))[1].dataset.dataset
 
     def one_draw_first(image, target, generator, size_hw):
         torch.rand((), generator=generator)
-        return transform(image, target, generator, size_hw)
+        return dataset.transform(image, target, generator, size_hw)
 
     for index in range(len(table)):
         key = SampleKey(0, index, (SIDE, SIDE))
-        expected = DetectionDataset(table, one_draw_first, 1)[key]
-        assert_same(MixedDataset(table, transform, 1)[key], expected)
+        assert_same(dataset[key], DetectionDataset(table, one_draw_first, 1)[key])
+    for kind in KINDS:
+        dataset = load(table, config(kind, **ALL_ON))[1].dataset.dataset
+        assert isinstance(dataset, MixedDataset) == (kind == "yolov3")
 
 
 def test_the_last_epochs_are_without_what_is_named(tmp_path):
