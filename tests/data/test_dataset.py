@@ -122,13 +122,6 @@ def test_a_picture_of_another_size_is_not_trained_on(table, format, least_size):
         DetectionDataset(table, TRANSFORM, cache_images=True, least_size=least_size)
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
-def test_a_turned_picture_fits_when_it_is_upright(table, format):
-    Image.new("RGB", (40, 50)).save(table.image_root / "100.png", format, exif=exif_of(6))
-    image, _ = DetectionDataset(table, UNCHANGED)[SampleKey(0, 0)]
-    assert image.shape == (3, 40, 50)
-
-
 def middle_and_length(light):
     """Of a light span on a dark line; half light pixels count half, so that both are known to a part of a pixel."""
     light = light / light.max()

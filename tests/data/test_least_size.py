@@ -7,10 +7,8 @@ from PIL import Image
 from report_data import table_of
 from samples import generator, noise, target_of
 
-from toolkit.data.dataset import DetectionDataset
 from toolkit.data.least_size import MARGIN, LeastSize, least_size_of
 from toolkit.data.pipeline import loader_of_settings, train_transform, training_sizes, val_transform, validation_loader
-from toolkit.data.sampling import SampleKey
 from toolkit.data.transforms import geometry, zoom_crop_colour
 from toolkit.detectors.yolov3 import transforms as yolov3_transforms
 from toolkit.run.settings import DataConfig
@@ -132,19 +130,6 @@ def test_a_run_from_before_the_setting_is_evaluated_in_full(table):
     loader = _loader(table, {"data": old, "eval": {"batch_size_per_device": 1}}, 1, torch.device("cpu"))
     whole = batches_of_loaders(table, config(decode="full"))[0]
     assert torch.equal(next(iter(loader)).images, whole.images)
-
-
-def test_cached_images_are_the_reduced_ones(table):
-    def sample(**options):
-        return DetectionDataset(table, geometry.Compose(()), **options)[SampleKey(0, 0)]
-
-    least_size = least_size_of(config())
-    cached = sample(cache_images=True, least_size=least_size)
-    fresh = sample(least_size=least_size)
-    assert torch.equal(cached[0], fresh[0])
-    assert torch.equal(cached[1]["boxes"], fresh[1]["boxes"])
-    assert cached[0].shape == (3, 50, 75)
-    assert sample(cache_images=True)[0].shape == (3, 200, 301)
 
 
 def test_a_resume_says_that_the_decoding_is_another():

@@ -11,10 +11,8 @@ from mask_data import BLOCK, SIZE_HW, SQUARE, compressed, uncompressed
 
 from toolkit.base.masks import Rle, bitmap, rle
 from toolkit.data.segmentations import (
-    box_of_mask,
     clipped,
     decompressed,
-    outline_lengths,
     polygon_areas,
     shape_of,
     to_segmentation,
@@ -94,18 +92,6 @@ def test_run_lengths_that_are_written_as_floats_are_whole_numbers():
     assert shape_of(as_floats) == shape_of(runs) == (rle(shape_of([SQUARE])[0], SIZE_HW), [])
 
 
-@pytest.mark.parametrize(
-    ("segmentation", "box"),
-    [
-        (compressed(BLOCK), [4, 5, 16, 20]),
-        ([SQUARE, [30, 2, 38, 2, 38.5, 9]], [4, 2, 34.5, 23]),
-        ([], None),
-    ],
-)
-def test_the_box_around_a_mask(segmentation, box):
-    assert box_of_mask(segmentation) == box
-
-
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.sampled_from(["size", "counts", "x"]), inner),
@@ -140,9 +126,3 @@ def test_the_parts_of_a_polygon_on_both_sides_of_a_border_have_its_area(seed, co
     assert all(part.min() >= -1e-9 for part in parts)
     assert polygon_areas(parts).sum() == pytest.approx(polygon_areas([ring])[0], abs=1e-6)
     assert clipped((ring,), (300, 300))[0] is ring
-
-
-def test_outlines_are_as_long_as_pycocotools_draws_them():
-    square = np.array(SQUARE, float).reshape(-1, 2)
-    assert outline_lengths([square, square[:3]]).tolist() == [72, 56]
-    assert polygon_areas([square, square[:3]]).tolist() == [320, 160]

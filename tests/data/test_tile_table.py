@@ -10,7 +10,7 @@ from samples import noise_table
 
 from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import loader_of_settings
-from toolkit.data.sampling import MIXED_PICTURES, EpochSampler
+from toolkit.data.sampling import MIXED_PICTURES
 from toolkit.data.table import Category
 from toolkit.data.tile_table import DecodedPictures, tiles_of_table
 from toolkit.data.tiling import Tiling, clip_to_tiles
@@ -154,14 +154,6 @@ def test_tiles_of_few_pictures_come_together(tmp_path):
     for first in range(0, len(order), pool):
         assert len(set(order[first : first + pool])) <= MIXED_PICTURES
     assert len(set(order[:16])) > 8  # a batch is of many pictures
-
-
-def test_the_order_of_tiles_is_one_for_any_number_of_processes():
-    pictures = np.repeat(np.arange(40), 9)
-    alone = EpochSampler(360, 4, seed=1, pictures=pictures)
-    one, two = (EpochSampler(360, 2, rank, 2, seed=1, pictures=pictures) for rank in range(2))
-    together = [own + others for own, others in zip(one, two, strict=True)]
-    assert together == list(alone)
 
 
 MIXED = {

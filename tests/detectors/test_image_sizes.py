@@ -7,20 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import generator
-from small_detectors import HYBRIDS, MODELS, REAL_TIME, SMALL, TINY_RF_DETR, build, built, hub_config
+from small_detectors import HYBRIDS, REAL_TIME, SMALL, TINY_RF_DETR, build, built, hub_config
 from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Embeddings
 
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.data.batches import collate
 from toolkit.data.pipeline import val_transform
-from toolkit.detectors.ssd.criterion import encode_boxes
 from toolkit.detectors.ssd.model import square_in_pixels
-from toolkit.detectors.yolov3.targets import STRIDES, assign_boxes, make_grid
 
 HW = (64, 128)
 SSD = {"backbone": "lcnet_035", "strides": [16, 32, 64, -1], "channels": [16] * 4, "aspect_ratios": [[2]] * 4}
 PUBLISHED = {"rt_detr_v2 of the hub": ("rt_detr_v2", "rt_detr_v2"), "deimv2 on dinov3": ("deimv2", "dinov3")}
-WHOLE = [name for name in MODELS if name != "without denoising"]
 
 
 @functools.cache
@@ -138,44 +135,11 @@ def of_faster_rcnn(model, target, hw):
     return {"boxes": [target["boxes"]], "logits": logits, "deltas": torch.zeros(count, 4, 4)}
 
 
-def of_yolov3(model, target, hw):
-    grid = make_grid(hw, model.anchors)
-    assigned = assign_boxes([target], torch.tensor([hw]), model.anchors, grid)
-    flat = torch.full((len(grid.cells_xy), 8), -20.0)
-    flat[assigned.index, :2] = assigned.center.clamp(1e-6, 1 - 1e-6).logit()
-    flat[assigned.index, 2:4] = assigned.scale
-    flat[assigned.index, 4] = 20.0
-    flat[assigned.index, 5 + target["labels"]] = 20.0
-    maps = {"sizes": torch.tensor([hw])}
-    start = 0
-    for stride in STRIDES:
-        rows = hw[0] // stride
-        columns = hw[1] // stride
-        end = start + rows * columns * 3
-        maps[f"raw_stride{stride}"] = flat[start:end].reshape(rows, columns, 24).permute(2, 0, 1)[None]
-        start = end
-    return maps
-
-
-def of_ssd(model, target, hw):
-    count = len(target["labels"])
-    anchors, image_hw = model.anchors(hw, "cpu")
-    fractions = normalize_boxes(target["boxes"], torch.tensor(hw))
-    logits = torch.full((1, len(anchors), 4), -20.0)
-    logits[..., 0] = 20.0
-    logits[0, :count, 0] = -20.0
-    logits[0, range(count), 1 + target["labels"]] = 20.0
-    offsets = torch.zeros(1, len(anchors), 4)
-    offsets[0, :count] = encode_boxes(fractions, anchors[:count], *model.multibox.variances)
-    return {"logits": logits, "offsets": offsets, "anchors": anchors, "image_hw": image_hw}
-
-
-OUTPUTS = {"faster_rcnn": of_faster_rcnn, "yolov3": of_yolov3, "ssd": of_ssd}
-OUTPUTS |= dict.fromkeys(REAL_TIME, of_hybrid)
+OUTPUTS = {"faster_rcnn": of_faster_rcnn, **dict.fromkeys(REAL_TIME, of_hybrid)}
 sides = st.integers(20, 300)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [*SMALL, "faster_rcnn"])
 @settings(max_examples=8, deadline=None)
 @given(
     orig_hw=st.tuples(sides, sides),
