@@ -27,7 +27,16 @@ def encoded(pixels):
     return coco_mask.encode(np.asfortranarray(pixels.astype(np.uint8)))
 
 
-@pytest.mark.parametrize("size_hw", [(1, 1), (1, 7), (7, 1), (5, 6), (8, 3)])
+@pytest.mark.parametrize(
+    "size_hw",
+    [
+        (1, 1),
+        (1, 7),
+        (7, 1),
+        (5, 6),
+        (8, 3),
+    ],
+)
 @pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 1])
 def test_run_lengths_are_those_of_pycocotools(size_hw, share):
     pixels = np.random.default_rng(0).random((40, *size_hw)) < share
@@ -44,7 +53,12 @@ def test_run_lengths_of_whole_columns_and_of_no_mask():
 
 def test_stored_masks_keep_every_bit():
     ring = np.random.default_rng(0).uniform(0, 30, (5, 2))
-    shapes = [(ring, ring + 0.1), None, RUNS, (ring[:3],)]
+    shapes = [
+        (ring, ring + 0.1),
+        None,
+        RUNS,
+        (ring[:3],),
+    ]
     again = from_bytes(to_bytes(shapes))
     assert again[1] is None
     assert again[2] == RUNS
@@ -59,7 +73,13 @@ def test_other_bytes_are_refused():
     """pycocotools, which trusts what it is given, would write beyond its memory."""
     stored = to_bytes([POLYGON, RUNS])
     flipped = bytes([stored[0] ^ 1]) + stored[1:]
-    for wrong in (stored[:-1], stored + b"\0", stored[:3], b"\0" * 40, flipped):
+    for wrong in (
+        stored[:-1],
+        stored + b"\0",
+        stored[:3],
+        b"\0" * 40,
+        flipped,
+    ):
         with pytest.raises(ValueError, match="checksum"):
             from_bytes(wrong)
 
@@ -80,7 +100,14 @@ def test_boxes_are_tight_and_zeros_around_nothing():
 def test_masks_are_moved_mirrored_and_cut(shape):
     masks = Masks.of([shape])
     moved = masks.moved(3, -2).drawn(SIZE_HW)[0].numpy()
-    assert np.array_equal(moved, np.roll(BLOCK, (-2, 3), (0, 1)))
+    assert np.array_equal(
+        moved,
+        np.roll(
+            BLOCK,
+            (-2, 3),
+            (0, 1),
+        ),
+    )
     mirrored = masks.mirrored(SIZE_HW[1]).drawn(SIZE_HW)[0].numpy()
     assert np.array_equal(mirrored, BLOCK[:, ::-1])
     cut = masks.cut(10, 0, 40, 12).drawn(SIZE_HW)[0].numpy()

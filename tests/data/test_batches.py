@@ -28,7 +28,12 @@ resource = pytest.importorskip("resource", reason="limits of the kernel, and for
 COUNT = 13
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-TRANSFORM = detr_train_transform((30, 40), 80, first_scales=(30, 36), crop_sizes=(20, 30))
+TRANSFORM = detr_train_transform(
+    (30, 40),
+    80,
+    first_scales=(30, 36),
+    crop_sizes=(20, 30),
+)
 
 
 def write_images(folder, count=COUNT):
@@ -38,9 +43,18 @@ def write_images(folder, count=COUNT):
     for number in range(count):
         boxes = [[1 + 4 * j, 2, 12 + 4 * j, 15 + j] for j in range(number % 4)]
         relations = [(0, 1, 2)] if len(boxes) > 1 else ()
-        row = row_of(100 + number, boxes, rng.integers(25, 60, 2).tolist(), relations=relations)
+        row = row_of(
+            100 + number,
+            boxes,
+            rng.integers(25, 60, 2).tolist(),
+            relations=relations,
+        )
         rows.append(row | {"file_name": f"{number}.jpg"})
-    return noise_table(folder, rows, categories=[Category(i, f"class {i}") for i in range(3)])
+    return noise_table(
+        folder,
+        rows,
+        categories=[Category(i, f"class {i}") for i in range(3)],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +83,14 @@ def epochs(loader, sampler, first, last):
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4), st.integers(1, 33))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 40)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 33),
+)
 def test_images_are_padded_with_zeros_to_the_stride(sizes, stride):
     samples = [sample([[0, 0, 1, 1]] * number, size_hw) for number, size_hw in enumerate(sizes)]
     batch = collate(samples, stride)
@@ -82,7 +103,13 @@ def test_images_are_padded_with_zeros_to_the_stride(sizes, stride):
         assert padded % stride == 0
         assert largest <= padded < largest + stride
     masks = pixel_mask(batch.sizes, batch.images.shape[-2:])
-    for (image, target), padded, own, mask in zip(samples, batch.images, batch.targets, masks, strict=True):
+    for (image, target), padded, own, mask in zip(
+        samples,
+        batch.images,
+        batch.targets,
+        masks,
+        strict=True,
+    ):
         _, height, width = image.shape
         assert own is target
         assert padded[:, :height, :width].equal(image)
@@ -102,7 +129,14 @@ def test_a_batch_may_be_empty():
 
 def test_normalisation_is_detrs():
     """DETR normalises each image, then pads with zeros; here padded bytes are normalised, then zeroed. Bit for bit."""
-    images = [sample([], size_hw) for size_hw in [(20, 37), (33, 10), (40, 40)]]
+    images = [
+        sample([], size_hw)
+        for size_hw in [
+            (20, 37),
+            (33, 10),
+            (40, 40),
+        ]
+    ]
     batch = collate(images, stride=16)
     expected = torch.zeros(3, 3, 48, 48)
     for (image, _), padded in zip(images, expected, strict=True):
@@ -125,7 +159,12 @@ def test_windows_of_an_epoch_end_with_a_shorter_one():
 
 def start(table, workers):
     sampler = EpochSampler(COUNT, 3, seed=4)
-    return make_loader(DetectionDataset(table, TRANSFORM, seed=4), sampler, workers, stride=8), sampler
+    return make_loader(
+        DetectionDataset(table, TRANSFORM, seed=4),
+        sampler,
+        workers,
+        stride=8,
+    ), sampler
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +204,13 @@ def test_a_broken_file_is_one_clear_error(tmp_path, workers):
     table = write_images(tmp_path, 6)
     whole = (tmp_path / "4.jpg").read_bytes()
     (tmp_path / "4.jpg").write_bytes(whole[: len(whole) // 2])
-    batches = iter(make_loader(DetectionDataset(table, TRANSFORM), EpochSampler(6, 2, shuffle=False), workers))
+    batches = iter(
+        make_loader(
+            DetectionDataset(table, TRANSFORM),
+            EpochSampler(6, 2, shuffle=False),
+            workers,
+        )
+    )
     assert [target["image_id"] for target in next(batches).targets] == [100, 101]
     assert [target["image_id"] for target in next(batches).targets] == [102, 103]
     with pytest.raises(BadInput, match=r"^4\.jpg: image id 104 cannot be read: .*truncated$"):
@@ -183,7 +228,13 @@ class Killing(DetectionDataset):
 
 def test_a_worker_that_is_killed_is_named_with_its_batch_and_what_to_lower(table):
     with pytest.raises(BadInput) as caught, naming_killed_workers():
-        list(make_loader(Killing(table, ResizeShorter((30,))), EvalSampler(COUNT, 2), workers=2))
+        list(
+            make_loader(
+                Killing(table, ResizeShorter((30,))),
+                EvalSampler(COUNT, 2),
+                workers=2,
+            )
+        )
     said = str(caught.value)
     assert "killed by signal: Killed; it was worker 0, its last batch began with 4.jpg (id 104), 5.jpg" in said
     assert "data.workers" in said
@@ -228,7 +279,11 @@ def test_a_disk_that_stalls_is_waited_for_and_that_is_said(tmp_path, reader, mon
 def test_batches_in_flight_need_few_open_files(tmp_path):
     """Sent one by one, the 7 tensors of each target would hold 3360 files open here."""
     dataset = DetectionDataset(write_images(tmp_path, 8), exact_transform(8), cache_images=True)
-    loader = make_loader(dataset, [[SampleKey(0, index) for index in range(8)]] * 60, workers=1)
+    loader = make_loader(
+        dataset,
+        [[SampleKey(0, index) for index in range(8)]] * 60,
+        workers=1,
+    )
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
     try:

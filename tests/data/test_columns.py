@@ -20,7 +20,11 @@ SMAPS = Path("/proc/self/smaps_rollup")
 
 
 def table_of(folder, rows):
-    return write_rows(rows, cache_file=folder / "t.json", categories=[Category(number, "c") for number in range(7)])
+    return write_rows(
+        rows,
+        cache_file=folder / "t.json",
+        categories=[Category(number, "c") for number in range(7)],
+    )
 
 
 def boxes(count):

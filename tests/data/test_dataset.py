@@ -24,14 +24,28 @@ from toolkit.run.settings import DataConfig
 
 SIDE = 64
 UNCHANGED = Compose(())
-TRANSFORM = detr_train_transform((30, 40), 80, first_scales=(30, 36), crop_sizes=(20, 30))
+TRANSFORM = detr_train_transform(
+    (30, 40),
+    80,
+    first_scales=(30, 36),
+    crop_sizes=(20, 30),
+)
 
 
 def rows():
     """Two rows: three boxes with a relation, and none."""
-    boxes = [[1, 2, 12, 15], [5, 2, 16, 16], [9, 2, 20, 17]]
+    boxes = [
+        [1, 2, 12, 15],
+        [5, 2, 16, 16],
+        [9, 2, 20, 17],
+    ]
     return [
-        row_of(100, boxes, (50, 40), relations=[(0, 1, 2)]),
+        row_of(
+            100,
+            boxes,
+            (50, 40),
+            relations=[(0, 1, 2)],
+        ),
         row_of(101, [], (33, 47)),
     ]
 
@@ -130,7 +144,12 @@ def middle_and_length(light):
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), turn=st.integers(1, 8), width=st.integers(90, 200), height=st.integers(90, 200))
+@given(
+    data=st.data(),
+    turn=st.integers(1, 8),
+    width=st.integers(90, 200),
+    height=st.integers(90, 200),
+)
 def test_boxes_lie_on_the_pixels_of_reduced_pictures(tmp_path_factory, data, turn, width, height):
     """In every orientation, and with sides that the divisor does not divide: the last row of libjpeg is then cut."""
     left = data.draw(st.integers(0, width - 40))
@@ -145,8 +164,19 @@ def test_boxes_lie_on_the_pixels_of_reduced_pictures(tmp_path_factory, data, tur
     full_hw = upright.size[::-1]
     small_hw = (full_hw[0] // divisor, full_hw[1] // divisor)
     folder = tmp_path_factory.mktemp("t")
-    table = table_of(folder, [[(upright.getbbox(), 0)]], draw=False, size=full_hw)
-    picture.save(folder / "0.png", "JPEG", quality=95, subsampling=0, exif=exif_of(turn))
+    table = table_of(
+        folder,
+        [[(upright.getbbox(), 0)]],
+        draw=False,
+        size=full_hw,
+    )
+    picture.save(
+        folder / "0.png",
+        "JPEG",
+        quality=95,
+        subsampling=0,
+        exif=exif_of(turn),
+    )
     least_size = LeastSize((small_hw[0] / MARGIN, small_hw[1] / MARGIN))
     image, target = DetectionDataset(table, UNCHANGED, least_size=least_size)[SampleKey(0, 0)]
     assert tuple(image.shape[-2:]) == tuple(target["size"].tolist()) == small_hw
@@ -186,7 +216,11 @@ def test_a_mixed_sample_is_a_function_of_seed_epoch_and_index(shapes, options):
         assert target["image_id"] == shapes.row(key.index)["image_id"]
         assert ("mixup" in target) == ("mixup" in options)
     half = len(shapes)
-    for (image, _), (of_next_epoch, _) in zip(samples[:half], samples[half:], strict=True):
+    for (image, _), (of_next_epoch, _) in zip(
+        samples[:half],
+        samples[half:],
+        strict=True,
+    ):
         assert not torch.equal(image, of_next_epoch)
 
 
@@ -208,7 +242,12 @@ def test_one_image_is_mixed_with_itself(shapes):
 def test_plain_epochs_are_those_of_the_plain_dataset_also_for_running_workers(shapes, workers):
     """What is planned after the workers were started counts for them: they stay alive between epochs."""
     transform = yolov3_transform(flip=True)
-    sampler = EpochSampler(len(shapes), 2, seed=3, sizes=VariableSizes(((SIDE, SIDE), (32, 32)), 2))
+    sampler = EpochSampler(
+        len(shapes),
+        2,
+        seed=3,
+        sizes=VariableSizes(((SIDE, SIDE), (32, 32)), 2),
+    )
     dataset = MixedDataset(shapes, transform, 3, mixup=True)
     plain = DetectionDataset(shapes, transform, 3)
     loader = make_loader(dataset, sampler, workers)
@@ -238,7 +277,12 @@ def test_the_last_epochs_are_not_mixed(plain, total_steps, per_epoch, expected):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 300), st.floats(0, 30))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(0, 300),
+    st.floats(0, 30),
+)
 def test_a_length_that_becomes_known_decides_later_epochs_only(known_after, per_epoch, more, plain):
     """Before it is known, and in the epoch in which it becomes so, all is mixed."""
     total = known_after + more

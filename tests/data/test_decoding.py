@@ -36,13 +36,21 @@ MODES = "1 L LA P RGB RGBA RGBa La CMYK YCbCr LAB HSV I F I;16 I;16B I;16L".spli
 def waves(width, height):
     """A picture of smooth colours that differ along both sides."""
     y, x = np.mgrid[:height, :width]
-    shades = [np.sin(x / 9), np.cos(y / 11), np.sin((x + 2 * y) / 23)]
+    shades = [
+        np.sin(x / 9),
+        np.cos(y / 11),
+        np.sin((x + 2 * y) / 23),
+    ]
     return Image.fromarray((np.stack(shades, axis=2) * 100 + 128).astype(np.uint8))
 
 
 def apart(one, other):
     """Mean difference of the pixels of an image from those of another one, made as small."""
-    smaller = F.resize(other, list(one.shape[-2:]), antialias=True)
+    smaller = F.resize(
+        other,
+        list(one.shape[-2:]),
+        antialias=True,
+    )
     return (one.int() - smaller.int()).abs().float().mean()
 
 
@@ -119,7 +127,12 @@ def test_a_reduced_picture_is_the_whole_one_made_smaller(width, height, divisor,
 
 
 def test_the_first_picture_of_an_mpo_is_reduced():
-    data = encode(waves(200, 120), "MPO", save_all=True, append_images=[ramp(200, 120)])
+    data = encode(
+        waves(200, 120),
+        "MPO",
+        save_all=True,
+        append_images=[ramp(200, 120)],
+    )
     found, file_hw = decode_reduced(data, (30, 50))
     assert file_hw == (120, 200)
     assert found.shape == (3, 30, 50)
@@ -129,7 +142,12 @@ def test_the_first_picture_of_an_mpo_is_reduced():
 lengths = st.integers(1, 5000)
 
 
-@given(lengths, lengths, st.integers(1, 3000), st.integers(1, 3000))
+@given(
+    lengths,
+    lengths,
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+)
 def test_the_largest_divisor_that_leaves_enough_is_taken(height, width, least_h, least_w):
     by = reduction((height, width), (least_h, least_w))
     assert by in (1, 2, 4, 8)
@@ -205,7 +223,11 @@ def test_a_damaged_last_marker_is_an_error():
     zip(UNREADABLE, ["image data truncated", "empty image file", "not an image", "image file not found"], strict=True),
 )
 def test_errors_name_the_file_and_the_reason(name, words):
-    for decode, *arguments in ((decode_image,), (decode_reduced, (4, 4)), (probe_image,)):
+    for decode, *arguments in (
+        (decode_image,),
+        (decode_reduced, (4, 4)),
+        (probe_image,),
+    ):
         if decode is probe_image and name == "truncated.jpg":
             continue  # of which the header is whole
         with pytest.raises(ImageError, match=words) as caught:
@@ -215,8 +237,24 @@ def test_errors_name_the_file_and_the_reason(name, words):
 
 
 def test_damage_behind_the_first_frame_is_a_note():
-    frames = [Image.fromarray(np.full((30, 40, 3), value, np.uint8)) for value in (10, 200)]
-    data = bytearray(encode(frames[0], "TIFF", save_all=True, append_images=frames[1:]))
+    frames = [
+        Image.fromarray(
+            np.full(
+                (30, 40, 3),
+                value,
+                np.uint8,
+            )
+        )
+        for value in (10, 200)
+    ]
+    data = bytearray(
+        encode(
+            frames[0],
+            "TIFF",
+            save_all=True,
+            append_images=frames[1:],
+        )
+    )
     second = max(data.rfind(b"\x01\x01" + kind) for kind in (b"\x03\x00", b"\x04\x00"))  # the tag of its height
     data[second : second + 2] = b"\xff\xfe"
     assert decode_image(bytes(data))[0, 0, 0] == 10
@@ -258,7 +296,14 @@ def refusal(call, *arguments):
     return caught[0]
 
 
-@pytest.mark.parametrize(("mode", "format"), [("1", "PNG"), ("1", "TIFF"), ("L", "JPEG")])
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [
+        ("1", "PNG"),
+        ("1", "TIFF"),
+        ("L", "JPEG"),
+    ],
+)
 def test_absurd_sizes_are_refused_before_anything_is_decoded(mode, format, monkeypatch):
     small = encode(ramp().convert(mode), format)
     for read in (decode_image, probe_image):
@@ -289,11 +334,21 @@ def test_a_huge_picture_in_memory_is_refused_before_it_is_decoded(tmp_path):
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 300), st.integers(1, 300), st.booleans(), st.integers(0, 60_000))
+@given(
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.booleans(),
+    st.integers(0, 60_000),
+)
 def test_the_size_of_a_jpeg_is_that_of_its_own_header(width, height, progressive, length):
     """Whatever stands before it: thumbnails and comments have headers of their own."""
     comment = (encode(ramp(), "JPEG") + b"\xff" * length)[:60_000]
-    data = encode(Image.new("RGB", (width, height)), "JPEG", progressive=progressive, comment=comment)
+    data = encode(
+        Image.new("RGB", (width, height)),
+        "JPEG",
+        progressive=progressive,
+        comment=comment,
+    )
     assert _jpeg_size(bytearray(data)) == (width, height)
     assert _jpeg_size(bytearray(b"\xff\xd8\xff" + data[3:8])) == (0, 0)
 
@@ -321,18 +376,32 @@ def test_what_is_not_a_file_is_refused_and_not_waited_for(tmp_path, read):
 
 def of_mode(mode):
     """A picture of a mode; of 16 bits with all of them."""
-    grey = np.random.default_rng(0).integers(0, 65536, (9, 12), dtype=np.uint16)
+    grey = np.random.default_rng(0).integers(
+        0,
+        65536,
+        (9, 12),
+        dtype=np.uint16,
+    )
     colours = Image.fromarray(noise(9, 12))
     if mode == "I;16":
         return Image.fromarray(grey)
     if mode in ("I;16L", "I;16B"):
         order = "<" if mode == "I;16L" else ">"
-        return Image.frombytes(mode, (12, 9), grey.astype(f"{order}u2").tobytes())
+        return Image.frombytes(
+            mode,
+            (12, 9),
+            grey.astype(f"{order}u2").tobytes(),
+        )
     if mode == "I":
         return Image.fromarray(grey.astype(np.int32))
     if mode == "P":
         return colours.quantize(16)
-    through = {"F": ("L",), "LA": ("L",), "La": ("L", "LA"), "RGBa": ("RGBA",)}
+    through = {
+        "F": ("L",),
+        "LA": ("L",),
+        "La": ("L", "LA"),
+        "RGBa": ("RGBA",),
+    }
     for step in through.get(mode, ()):
         colours = colours.convert(step)
     return colours.convert(mode)

@@ -25,7 +25,11 @@ TRUNCATED = "image data truncated"
 @pytest.mark.parametrize(("width", "height"), [(80, 60), (33, 49)])
 def test_an_end_marker_behind_half_a_file_does_not_make_it_whole(mode, options, width, height):
     """libjpeg fills what is missing with grey, and warns in a way that nobody sees."""
-    data = encode(Image.fromarray(noise(height, width)).convert(mode), "JPEG", **options)
+    data = encode(
+        Image.fromarray(noise(height, width)).convert(mode),
+        "JPEG",
+        **options,
+    )
     decode_image(data, thorough=True)
     first = data.index(b"\xff\xda") + 16
     for part in (0.02, 0.3, 0.55, 0.9):

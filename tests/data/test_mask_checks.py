@@ -21,7 +21,15 @@ FAULTS = [  # values of the annotation, what is said, whether it becomes a crowd
     ({"segmentation": []}, "there is none", True),
     ({"segmentation": [OUTSIDE]}, "outside the image", True),
     ({"segmentation": [THIN]}, "too thin", True),
-    ({"segmentation": [LEFT], "bbox": [0, 0, 10, 15], "area": 150}, "exceeds the image", False),
+    (
+        {
+            "segmentation": [LEFT],
+            "bbox": [0, 0, 10, 15],
+            "area": 150,
+        },
+        "exceeds the image",
+        False,
+    ),
     ({"area": 200}, "has 320 pixels, the annotated area is 200", False),
     ({"bbox": [0, 0, 30, 20]}, "the one around its mask [4.0, 5.0, 20.0, 25.0]", False),
     ({"segmentation": compressed(BLOCK[:20])}, "are of 40 x 20 pixels, not of the image of 40 x 30", True),
@@ -35,7 +43,13 @@ def test_all_faults_of_masks_are_told_at_once(tmp_path):
     table = opened(masked_coco(tmp_path / "d", annotations))
     told = {problem.annotation_id: problem for problem in table.problems}
     boxes = table.boxes(masks=True)
-    crowds = dict(zip(boxes.ids.tolist(), boxes.iscrowd.tolist(), strict=True))
+    crowds = dict(
+        zip(
+            boxes.ids.tolist(),
+            boxes.iscrowd.tolist(),
+            strict=True,
+        )
+    )
     for number, (values, words, is_crowd) in enumerate(FAULTS):
         assert crowds[number] == is_crowd, values
         assert (number in told) == bool(words), values
@@ -67,7 +81,11 @@ def test_data_without_masks_are_refused(tmp_path):
 
 
 def test_objects_without_a_usable_mask_stay_crowd_regions_where_crowds_are_objects(tmp_path):
-    annotations = [brush(1), brush(2, image=2) | {"segmentation": []}, brush(3) | {"iscrowd": 2}]
+    annotations = [
+        brush(1),
+        brush(2, image=2) | {"segmentation": []},
+        brush(3) | {"iscrowd": 2},
+    ]
     table = opened(masked_coco(tmp_path / "d", annotations), crowds="objects", on_error="drop")
     assert table.boxes().iscrowd.tolist() == [False, True]
     said = " ".join(problem.message for problem in table.problems)
@@ -89,7 +107,11 @@ def test_areas_that_are_not_given_are_those_of_the_masks(tmp_path):
 def test_an_object_without_a_box_has_the_box_around_its_mask(tmp_path, masks):
     without = [
         entry(1, segmentation=compressed(BLOCK), bbox=None),
-        entry(2, segmentation=[SQUARE, [30, 2, 38, 2, 38.5, 9]], bbox=[]),
+        entry(
+            2,
+            segmentation=[SQUARE, [30, 2, 38, 2, 38.5, 9]],
+            bbox=[],
+        ),
         entry(3, 2, segmentation=[]),
     ]
     del without[2]["bbox"]
@@ -107,7 +129,12 @@ def zigzag(corners, far):
 
 def test_polygons_that_go_far_beyond_the_picture_are_cut_and_too_long_outlines_refused(tmp_path):
     """pycocotools draws every pixel of an edge, in 80 bytes: a file of 800 bytes ended the process."""
-    rings = [zigzag(33, 9e5), zigzag(30_000, 30.0), zigzag(4, 1000.0), zigzag(3, 39.0)]
+    rings = [
+        zigzag(33, 9e5),
+        zigzag(30_000, 30.0),
+        zigzag(4, 1000.0),
+        zigzag(3, 39.0),
+    ]
     annotations = [entry(number, segmentation=[ring.ravel().tolist()]) for number, ring in enumerate(rings)]
     table = opened(masked_coco(tmp_path / "data", annotations))
     shapes = table.masks_of(0)
@@ -127,7 +154,14 @@ def test_an_entry_with_a_field_of_another_type_is_read_field_by_field():
     columns = Annotations([{"id": 0, "name": "cell"}], masks=True)
     columns.add_image(image())
     for number, values in enumerate([{"iscrowd": False}, {"iscrowd": False, "area": 9}, {"iscrowd": "no"}], start=1):
-        columns.add(box(id=number, bbox=[2, 2, 6, 6], segmentation=square, **values))
+        columns.add(
+            box(
+                id=number,
+                bbox=[2, 2, 6, 6],
+                segmentation=square,
+                **values,
+            )
+        )
     valid = check(columns, "f.json")
     assert valid.boxes.ids.tolist() == [1, 2]
     assert valid.boxes.area.tolist() == [36.0, 9.0]

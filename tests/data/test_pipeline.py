@@ -65,7 +65,15 @@ KINDS = {
 
 
 def config(kind="detr square", **options):
-    return DataConfig(**{"image_size": SIDE, "batch_size_per_device": 4, "workers": 0, **KINDS[kind], **options})
+    return DataConfig(
+        **{
+            "image_size": SIDE,
+            "batch_size_per_device": 4,
+            "workers": 0,
+            **KINDS[kind],
+            **options,
+        }
+    )
 
 
 def made(kind, **options):
@@ -86,20 +94,36 @@ FLIP = RandomFlip(0.5)
     ("kind", "options", "expected"),
     [
         ("ssd", {}, SsdTransform(1.0, False, True, False)),
-        ("ssd", {**REGIONS, **COLOURS, "flip": False}, SsdTransform(2.5, True, False, True)),
+        (
+            "ssd",
+            {**REGIONS, **COLOURS, "flip": False},
+            SsdTransform(2.5, True, False, True),
+        ),
         ("yolov3", {}, Yolov3Transform((), 0.5)),
         (
             "yolov3",
             {**REGIONS, **COLOURS, "flip": False},
             Yolov3Transform((ColourDistortion(), RandomExpand(2.5), ConstrainedCrop()), 0.0),
         ),
-        ("detr square", {"flip": False}, ThenResize(Compose(()), Compose(()), (SIDE, SIDE))),
+        (
+            "detr square",
+            {"flip": False},
+            ThenResize(Compose(()), Compose(()), (SIDE, SIDE)),
+        ),
         (
             "detr square",
             {**REGIONS, **COLOURS},
-            ThenResize(Compose((SeenRegion(2.5, True), FLIP)), Compose((PhotometricDistortion(),)), (SIDE, SIDE)),
+            ThenResize(
+                Compose((SeenRegion(2.5, True), FLIP)),
+                Compose((PhotometricDistortion(),)),
+                (SIDE, SIDE),
+            ),
         ),
-        ("detr one scale", {}, Compose((Compose((FLIP, ResizeShorter((40,), 90))),))),
+        (
+            "detr one scale",
+            {},
+            Compose((Compose((FLIP, ResizeShorter((40,), 90))),)),
+        ),
         (
             "detr scales, crop",
             {**COLOURS, "zoom_out": 2.5, "flip": False},
@@ -151,7 +175,14 @@ def test_any_number_of_boxes_goes_through_every_recipe(kind):
     grid = [[x, y, x + 1, y + 1] for x in range(25) for y in range(20)]
     one = [[3, 2, 20, 15]]
     transform, size = made(kind)
-    cases = (([], ()), (one, ()), (one, (0,)), ([[0, 0, 25, 20]], ()), (grid, ()), (grid, range(0, 500, 3)))
+    cases = (
+        ([], ()),
+        (one, ()),
+        (one, (0,)),
+        ([[0, 0, 25, 20]], ()),
+        (grid, ()),
+        (grid, range(0, 500, 3)),
+    )
     for boxes, crowd in cases:
         relations = [[len(boxes) - 1, 0, 3]] if boxes else []
         image, target = sample(boxes, (20, 25), relations, crowd)
@@ -163,7 +194,11 @@ def test_any_number_of_boxes_goes_through_every_recipe(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "multi" not in kind])
-@pytest.mark.parametrize("regions", [{"iou_crop": False}, {"zoom_out": 1.0}, {}], ids=["zoom", "crop", "both"])
+@pytest.mark.parametrize(
+    "regions",
+    [{"iou_crop": False}, {"zoom_out": 1.0}, {}],
+    ids=["zoom", "crop", "both"],
+)
 def test_boxes_stay_on_their_pixels(kind, regions):
     """A white rectangle on black: white inside the moved box and nowhere else; without zooming out none is filled."""
     image, target = painted([[50, 37, 84, 61]], (90, 120))
@@ -200,7 +235,11 @@ def test_boxes_stay_on_their_pixels(kind, regions):
         ({"recipe": "ssd", "multi_scale_pixels": True}, VariableSizes(((64, 64),))),
         (
             {"recipe": "ssd", "multi_scale": [32, 96], "multi_scale_pixels": True},
-            VariableSizes(((32, 32), (96, 96)), 1, (64, 64)),
+            VariableSizes(
+                ((32, 32), (96, 96)),
+                1,
+                (64, 64),
+            ),
         ),
         ({"recipe": "yolov3", "multi_scale_every": 10}, VariableSizes(((64, 64),), 10)),
         ({"recipe": "ssd", "image_size": [48, 80], "mosaic": 0.5}, VariableSizes(((48, 80),))),
@@ -228,7 +267,13 @@ def test_sizes_that_would_be_padded_are_named_with_the_nearest():
 
 
 def test_portrait_images_are_a_group():
-    sizes_hw = np.array([[100, 50], [100, 100], [100, 150]])
+    sizes_hw = np.array(
+        [
+            [100, 50],
+            [100, 100],
+            [100, 150],
+        ]
+    )
     assert aspect_ratio_groups(sizes_hw).tolist() == [0, 1, 1]
     assert aspect_ratio_groups(sizes_hw[:0]).shape == (0,)
 
@@ -245,7 +290,11 @@ def test_portrait_images_are_a_group():
         (training_sizes, {"scales": [80], "copy_blend": 0.5}, ["copy_blend makes all images of a batch one size"]),
         (training_sizes, {"multi_scale": [64, -1]}, ["-1 is not a size of images .*data.multi_scale"]),
         (training_sizes, {"multi_scale_every": 0}, ["data.multi_scale_every 0"]),
-        (training_sizes, {"image_size": [64, 0], "multi_scale": [[64]]}, [r"\[64, 0\] is not", r"\[64\] is not"]),
+        (
+            training_sizes,
+            {"image_size": [64, 0], "multi_scale": [[64]]},
+            [r"\[64, 0\] is not", r"\[64\] is not"],
+        ),
         (
             training_sizes,
             {"image_size": [384, 640], "multi_scale": [320, 480]},
@@ -275,12 +324,28 @@ def table(tmp_path_factory):
         labels = [10 * number + position for position in range(count)]
         boxes = [[3 * j, 2 * j, 3 * j + 12, 2 * j + 15] for j in range(count)]
         pairs = [(s, o) for s in range(count) for o in range(count) if s != o]
-        relations = [(s, o, 100 * labels[s] + labels[o]) for s, o in pairs]
+        relations = [
+            (
+                s,
+                o,
+                100 * labels[s] + labels[o],
+            )
+            for s, o in pairs
+        ]
         columns = {
             "iscrowd": [j % 3 // 2 for j in range(count)],
             "attributes": [[label + 1, 0] for label in labels],
         }
-        rows.append(row_of(number, boxes, rng.integers(30, 70, 2).tolist(), labels, relations, **columns))
+        rows.append(
+            row_of(
+                number,
+                boxes,
+                rng.integers(30, 70, 2).tolist(),
+                labels,
+                relations,
+                **columns,
+            )
+        )
     names = [str(number) for number in range(80)]
     categories = [Category(number, name) for number, name in enumerate(names)]
     return noise_table(tmp_path_factory.mktemp("images"), rows, categories=categories, attributes=names)
@@ -328,7 +393,12 @@ def test_samples_of_the_yolov3_recipe_draw_whether_they_are_mosaics(table):
 
 def test_the_last_epochs_are_without_what_is_named(tmp_path):
     table = shapes_table(tmp_path, 4)
-    options = {"zoom_out": 4.0, "iou_crop": True, "augment": ["RandomVerticalFlip"], "multi_scale": [32, 64]}
+    options = {
+        "zoom_out": 4.0,
+        "iou_crop": True,
+        "augment": ["RandomVerticalFlip"],
+        "multi_scale": [32, 64],
+    }
     c = config(flip=False, **options, plain_without=list(options))
     dataset = loader_of_settings(table, c, seed=0, stride=1)[1].dataset.dataset
     assert dataset.has_plain_epochs

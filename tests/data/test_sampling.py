@@ -16,7 +16,16 @@ KINDS = ("plain", "groups", "repeats", "grouped repeats", "blocks", "pictures", 
 
 
 def ranks(num_samples, batch_size, world_size, epoch=0, **options):
-    made = [EpochSampler(num_samples, batch_size, rank, world_size, **options) for rank in range(world_size)]
+    made = [
+        EpochSampler(
+            num_samples,
+            batch_size,
+            rank,
+            world_size,
+            **options,
+        )
+        for rank in range(world_size)
+    ]
     for sampler in made:
         sampler.set_epoch(epoch)
     return made
@@ -50,13 +59,21 @@ def orders(draw, count):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     options = {"seed": draw(st.integers(0, 2**40))}
     if "group" in kind:
-        options["groups"] = rng.integers(0, draw(st.integers(1, 3)), count)
+        options["groups"] = rng.integers(
+            0,
+            draw(st.integers(1, 3)),
+            count,
+        )
     if "repeats" in kind:
         options["repeats"] = rng.uniform(1, 4, count)
     if kind in ("blocks", "pictures"):
         options[kind] = np.sort(rng.integers(0, 14, count))
     if kind in ("sizes", "pixels"):
-        options["sizes"] = VariableSizes(SIZES, draw(st.integers(1, 3)), BASE if kind == "pixels" else None)
+        options["sizes"] = VariableSizes(
+            SIZES,
+            draw(st.integers(1, 3)),
+            BASE if kind == "pixels" else None,
+        )
     return options
 
 
@@ -98,7 +115,11 @@ def test_batches_are_full_but_for_the_last_and_shared_evenly(layout, epoch, data
             assert len(own) in (len(batch) // world_size, -(-len(batch) // world_size))
 
 
-@given(st.integers(8, 60), st.integers(0, 99), st.sampled_from([None, "pictures"]))
+@given(
+    st.integers(8, 60),
+    st.integers(0, 99),
+    st.sampled_from([None, "pictures"]),
+)
 def test_the_global_order_does_not_depend_on_ranks(num_samples, seed, kind):
     """1 x 8, 2 x 4, 4 x 2: the same global micro-batches; other batch sizes: the same order."""
     options = {"seed": seed}
@@ -160,7 +181,11 @@ def test_a_resume_on_other_ranks_has_the_samples_that_are_left(layout, other, da
     order = data.draw(orders(num_samples))
     consumed = []
     state = None
-    for batch_size, world_size in (layout[1:], other[1:], layout[1:]):
+    for batch_size, world_size in (
+        layout[1:],
+        other[1:],
+        layout[1:],
+    ):
         samplers = ranks(num_samples, batch_size, world_size, **order)
         if state:
             notes = [sampler.load_state_dict(state) for sampler in samplers]
@@ -193,9 +218,22 @@ def test_what_a_resume_cannot_keep_is_told():
         EpochSampler(21, 4).load_state_dict(saved.state_dict())
 
 
-@given(layouts(), st.integers(1, 4), st.integers(0, 3), st.data())
+@given(
+    layouts(),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.data(),
+)
 def test_steps_ahead_are_those_that_are_made(layout, window, after, data):
-    sizes = data.draw(st.sampled_from((None, VariableSizes(SIZES), VariableSizes(SIZES, base_hw=BASE))))
+    sizes = data.draw(
+        st.sampled_from(
+            (
+                None,
+                VariableSizes(SIZES),
+                VariableSizes(SIZES, base_hw=BASE),
+            )
+        )
+    )
     sampler = ranks(*layout, data.draw(st.integers(0, 3)), sizes=sizes)[0]
     future = ranks(*layout, sizes=sizes)[0]
     sampler.advance_batches(data.draw(st.integers(0, len(sampler))))
@@ -230,13 +268,22 @@ def test_running_ahead_does_not_move_the_offset():
 
 def test_a_sampler_is_cut_for_other_ranks():
     """As a resumed run with other batches asks for."""
-    sampler = EpochSampler(10, 2, groups=np.arange(10) % 2, repeats=np.full(10, 1.5))
+    sampler = EpochSampler(
+        10,
+        2,
+        groups=np.arange(10) % 2,
+        repeats=np.full(10, 1.5),
+    )
     other = sampler.cut_as(2, 3)
     assert other.num_samples == sampler.num_samples == 15
     assert len(other) == 3
 
 
-@given(layouts(), st.integers(1, 3), st.integers(0, 2**32))
+@given(
+    layouts(),
+    st.integers(1, 3),
+    st.integers(0, 2**32),
+)
 def test_grouped_batches_are_of_one_group(layout, kinds, seed):
     num_samples, batch_size, world_size = layout
     groups = np.random.default_rng(seed).integers(0, kinds, num_samples)
@@ -248,7 +295,11 @@ def test_grouped_batches_are_of_one_group(layout, kinds, seed):
         assert len({groups[key.index] for key in batch[:global_batch]}) == 1
 
 
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
 def test_an_evaluation_covers_everything_in_step(num_samples, batch_size, world_size):
     samplers = [EvalSampler(num_samples, batch_size, rank, world_size) for rank in range(world_size)]
     keys = []
@@ -276,12 +327,24 @@ def test_batches_that_cannot_be_are_refused(arguments, words):
 
 def test_groups_with_batches_of_varying_length_are_refused():
     with pytest.raises(BadInput, match="aspect ratio"):
-        EpochSampler(50, 4, groups=[0] * 50, sizes=VariableSizes(SIZES, base_hw=BASE))
+        EpochSampler(
+            50,
+            4,
+            groups=[0] * 50,
+            sizes=VariableSizes(SIZES, base_hw=BASE),
+        )
     with pytest.raises(BadInput, match="got 0 images"):
         EvalSampler(0, 1)
 
 
-@pytest.mark.parametrize(("sizes", "every"), [((), 1), (((0, 32),), 1), (SIZES, 0)])
+@pytest.mark.parametrize(
+    ("sizes", "every"),
+    [
+        ((), 1),
+        (((0, 32),), 1),
+        (SIZES, 0),
+    ],
+)
 def test_sizes_that_cannot_be_are_refused(sizes, every):
     with pytest.raises(BadInput, match="images of varying size need sizes"):
         VariableSizes(sizes, every)

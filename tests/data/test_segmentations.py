@@ -35,7 +35,12 @@ def test_run_lengths_are_the_pixels_again(pixels):
 
 def test_written_masks_keep_every_bit():
     ring = np.random.default_rng(0).uniform(0, 30, (5, 2))
-    for shape in ((ring, ring + 0.1), None, shape_of(compressed(BLOCK))[0], (ring[:3],)):
+    for shape in (
+        (ring, ring + 0.1),
+        None,
+        shape_of(compressed(BLOCK))[0],
+        (ring[:3],),
+    ):
         again, faults = shape_of(json.loads(json.dumps(to_segmentation(shape))))
         assert not faults
         if isinstance(shape, tuple) and not isinstance(shape, Rle):
@@ -112,7 +117,12 @@ def test_whatever_is_in_a_file_is_a_mask_that_can_be_drawn_or_a_fault(segmentati
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.integers(3, 30), st.floats(105, 195), st.sampled_from([0, 1]))
+@given(
+    st.integers(0, 10**6),
+    st.integers(3, 30),
+    st.floats(105, 195),
+    st.sampled_from([0, 1]),
+)
 def test_the_parts_of_a_polygon_on_both_sides_of_a_border_have_its_area(seed, corners, border, side):
     rng = np.random.default_rng(seed)
     # Less than half a turn apart: else the last edge can cross others, and the area has no one meaning.

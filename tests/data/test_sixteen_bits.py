@@ -38,7 +38,11 @@ def test_other_values_are_refused(value, words):
 
 @pytest.mark.parametrize("format", ["PNG", "<", ">", "< deflate", "> deflate"])
 def test_colours_are_scaled_by_their_white_level(format):
-    values = np.random.default_rng(0).integers(0, 4200, (5, 7, 3))
+    values = np.random.default_rng(0).integers(
+        0,
+        4200,
+        (5, 7, 3),
+    )
     data = colour_file(values, format)
     assert COLOUR_NOTE in probe_image(data).notes
     scaled = np.clip(np.round(values / 4095 * 255), 0, 255)
@@ -94,12 +98,22 @@ def test_a_white_level_that_does_not_fit_is_told(read, tmp_path):
 
 def test_a_predictor_decodes_with_the_white_level_of_its_training(tmp_path):
     file = tmp_path / "a.png"
-    Image.fromarray(np.full((4, 4), 4095, np.uint16)).save(file)
+    Image.fromarray(
+        np.full(
+            (4, 4),
+            4095,
+            np.uint16,
+        )
+    ).save(file)
     seen = []
 
     def predict(images, score_threshold):
         seen.extend(image.max().item() for image in images)
-        none = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0)}
+        none = {
+            "boxes": torch.zeros(0, 4),
+            "scores": torch.zeros(0),
+            "labels": torch.zeros(0),
+        }
         return [none for _ in images]
 
     write_white(4095, tmp_path)

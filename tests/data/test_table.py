@@ -69,7 +69,17 @@ def test_a_row_may_be_written_to(tmp_path):
 
 
 def test_the_first_images_and_a_selection_keep_what_is_theirs(tmp_path):
-    table = table_of(tmp_path, [row(number, number % 4, image=bytes([number])) for number in range(10)])
+    table = table_of(
+        tmp_path,
+        [
+            row(
+                number,
+                number % 4,
+                image=bytes([number]),
+            )
+            for number in range(10)
+        ],
+    )
     assert table.image_source(table.row(4)) == bytes([4])
     assert table.head(99) is table
     head = table.head(5)
@@ -86,7 +96,12 @@ def test_the_first_images_and_a_selection_keep_what_is_theirs(tmp_path):
 
 def test_no_picture_has_more_pixels_than_the_limit_of_the_table(tmp_path):
     file = tmp_path / "1.png"
-    table = write_rows([row(1, 1)], cache_file=tmp_path / "t.json", categories=CATEGORIES, image_root=tmp_path)
+    table = write_rows(
+        [row(1, 1)],
+        cache_file=tmp_path / "t.json",
+        categories=CATEGORIES,
+        image_root=tmp_path,
+    )
     table.max_image_pixels = 40 * 31
     Image.new("RGB", (50, 31)).save(file)  # changed while the run goes on
     with pytest.raises(BadInput, match="50 x 31 pixels are more than data.max_image_pixels 1240"):
@@ -132,7 +147,11 @@ def test_annotations_that_were_edited_are_told_image_by_image(old, new):
 
 
 def test_the_same_annotations_did_not_change(old, tmp_path):
-    again = table_of(tmp_path, [row(*each) for each in COUNTS.items()], "again")
+    again = table_of(
+        tmp_path,
+        [row(*each) for each in COUNTS.items()],
+        "again",
+    )
     assert again.changed_since(stored(old)) == ""
 
 

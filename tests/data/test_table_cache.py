@@ -32,7 +32,12 @@ def data(tmp_path):
     for number in range(1, IMAGES + 1):
         Image.fromarray(noise(20, 30, number)).save(tmp_path / f"{number}.png")
         images.append({"id": number, "file_name": f"{number}.png", "width": 30, "height": 20})
-        box = {"id": number, "image_id": number, "category_id": 1 + number % 2, "bbox": [number, 2, 3, 2]}
+        box = {
+            "id": number,
+            "image_id": number,
+            "category_id": 1 + number % 2,
+            "bbox": [number, 2, 3, 2],
+        }
         annotations.append(box)
     categories = [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}]
     write(tmp_path, {"images": images, "annotations": annotations, "categories": categories})
@@ -52,7 +57,13 @@ def content(folder):
     table = opened(folder)
     rest, held = hold_out(table, 0.3, folder / "cache")
     signatures = signatures_of(table, folder / "cache")
-    arrays = [table.boxes().xyxy, table.boxes().labels, rest.image_ids(), held.image_ids(), signatures.digests]
+    arrays = [
+        table.boxes().xyxy,
+        table.boxes().labels,
+        rest.image_ids(),
+        held.image_ids(),
+        signatures.digests,
+    ]
     arrays.append(signatures.thumbnails)
     return table.image_rows(), table.class_names, table.fingerprint, [array.tolist() for array in arrays]
 

@@ -45,10 +45,23 @@ def is_decoded_alone(file, tile):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 150), st.integers(1, 150), st.sampled_from([16, 32, 48]))
+@given(
+    st.data(),
+    st.integers(1, 150),
+    st.integers(1, 150),
+    st.sampled_from([16, 32, 48]),
+)
 def test_tiles_have_the_pixels_of_the_whole_picture(file, data, height, width, side):
     order, big = data.draw(st.sampled_from(KINDS))
-    file.write_bytes(tiled_tiff(noise(height, width), side, order, big, data.draw(st.booleans())))
+    file.write_bytes(
+        tiled_tiff(
+            noise(height, width),
+            side,
+            order,
+            big,
+            data.draw(st.booleans()),
+        )
+    )
     tile = data.draw(tiles_in(height, width))
     columns = -(-tile[2] // side) - tile[0] // side
     rows = -(-tile[3] // side) - tile[1] // side
@@ -57,7 +70,13 @@ def test_tiles_have_the_pixels_of_the_whole_picture(file, data, height, width, s
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(2, 90), st.integers(1, 60), st.integers(1, 20), st.sampled_from(MODES))
+@given(
+    st.data(),
+    st.integers(2, 90),
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.sampled_from(MODES),
+)
 def test_strips_have_the_pixels_of_the_whole_picture(file, data, height, width, rows, mode):
     compression = data.draw(st.sampled_from(COMPRESSIONS if mode in ("RGB", "L") else COMPRESSIONS[:-1]))
     pixels = noise(height, width)
@@ -73,7 +92,11 @@ def test_strips_have_the_pixels_of_the_whole_picture(file, data, height, width, 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS[1:])
 def test_strips_are_decoded_alone(file, compression):
-    Image.fromarray(noise(100, 70)).save(file, compression=compression, tiffinfo={ROWS_PER_STRIP: 16})
+    Image.fromarray(noise(100, 70)).save(
+        file,
+        compression=compression,
+        tiffinfo={ROWS_PER_STRIP: 16},
+    )
     assert is_decoded_alone(file, [10, 20, 60, 48])
 
 
@@ -107,7 +130,14 @@ def test_a_file_that_ends_anywhere_raises_nothing(file):
         decode_tiff_crop(file, [0, 0, 10, 10], (64, 64))
 
 
-@pytest.mark.parametrize("tags", [{ORIENTATION: 6}, {ORIENTATION: 3}, {XMP: xmp_of(6)}])
+@pytest.mark.parametrize(
+    "tags",
+    [
+        {ORIENTATION: 6},
+        {ORIENTATION: 3},
+        {XMP: xmp_of(6)},
+    ],
+)
 def test_turned_pictures_are_left_to_the_whole(file, tags):
     picture = Image.fromarray(noise(64, 64))
     picture.save(file, compression="tiff_lzw", tiffinfo={ROWS_PER_STRIP: 8, **tags})

@@ -25,7 +25,11 @@ def noise(folder, sizes=((90, 120), (40, 50)), boxes=6, suffix=".png", saving=No
     rng = np.random.default_rng(0)
     rows = []
     for image_id, (height, width) in enumerate(sizes, start=1):
-        corner = rng.uniform(0, [width - 21, height - 21], (boxes, 2))
+        corner = rng.uniform(
+            0,
+            [width - 21, height - 21],
+            (boxes, 2),
+        )
         xyxy = np.concatenate([corner, corner + rng.uniform(4, 20, (boxes, 2))], axis=1)
         columns = {
             "id": list(range(boxes * image_id, boxes * image_id + boxes)),
@@ -40,7 +44,13 @@ def noise(folder, sizes=((90, 120), (40, 50)), boxes=6, suffix=".png", saving=No
 
 
 def loader_of(table, **options):
-    given = {"tile": [24, 24], "image_size": 24, "batch_size_per_device": 4, "workers": 0, "flip": False}
+    given = {
+        "tile": [24, 24],
+        "image_size": 24,
+        "batch_size_per_device": 4,
+        "workers": 0,
+        "flip": False,
+    }
     return loader_of_settings(table, DataConfig(**given | options), seed=1, stride=1)
 
 
@@ -92,7 +102,15 @@ def test_a_tile_has_the_clipped_boxes_of_its_place(tmp_path):
 @pytest.mark.parametrize(("room", "decoded"), [(2**20, 1), (2**16, 0)])
 def test_tiles_of_a_tiff_that_is_too_large_to_be_kept_are_decoded_alone(tmp_path, room, decoded):
     expected = tiles_of_table(noise(tmp_path / "png", [(90, 120)]), TILING)
-    tiles = tiles_of_table(noise(tmp_path / "tif", [(90, 120)], suffix=".tif", saving=IN_STRIPS), TILING)
+    tiles = tiles_of_table(
+        noise(
+            tmp_path / "tif",
+            [(90, 120)],
+            suffix=".tif",
+            saving=IN_STRIPS,
+        ),
+        TILING,
+    )
     tiles.decoded = DecodedPictures(room)
     for index in range(len(tiles)):
         pixels = tiles.decode_image(tiles.row(index))
@@ -112,7 +130,11 @@ def test_tiles_are_sent_to_another_process_without_their_pictures(tmp_path):
 def test_what_tiles_are_is_in_their_identity(tmp_path):
     pictures = noise(tmp_path)
     tiles = tiles_of_table(pictures, Tiling((32, 40)))
-    for other in (Tiling((32, 32)), Tiling((32, 40), 0.3), Tiling((32, 40), visible=0.3)):
+    for other in (
+        Tiling((32, 32)),
+        Tiling((32, 40), 0.3),
+        Tiling((32, 40), visible=0.3),
+    ):
         assert tiles_of_table(pictures, other).changed_since(tiles.identity)
     assert len(tiles.head(3)) == len(tiles.head(3).has_objects()) == 3
 
@@ -120,7 +142,16 @@ def test_what_tiles_are_is_in_their_identity(tmp_path):
 def test_pictures_are_kept_up_to_a_number_of_bytes_the_newest_in_any_case():
     kept = DecodedPictures(limit=100)
     decoded = []
-    for index, size in ((0, 40), (1, 40), (0, 40), (2, 40), (0, 40), (1, 40), (3, 500), (3, 500)):
+    for index, size in (
+        (0, 40),
+        (1, 40),
+        (0, 40),
+        (2, 40),
+        (0, 40),
+        (1, 40),
+        (3, 500),
+        (3, 500),
+    ):
         picture = torch.zeros(size, dtype=torch.uint8)
         assert len(kept.get(index, picture.clone)) == size
         decoded.append(kept.decoded)

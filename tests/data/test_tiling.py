@@ -103,7 +103,11 @@ def test_settings_have_the_defaults_of_a_tiling():
         (640, {"shortest_edge": 800, "longest_edge": 1333}, (640, 640)),
         (640, {"height": 384, "width": 640}, (384, 640)),
         (100, {"height": 64, "width": 32}, (100, 50)),
-        ([30, 40], {"height": 1, "width": 9}, (30, 40)),
+        (
+            [30, 40],
+            {"height": 1, "width": 9},
+            (30, 40),
+        ),
     ],
 )
 def test_tiles_have_the_aspect_of_the_images_of_the_detector(tile, size, expected):

@@ -16,7 +16,12 @@ from toolkit.data.pipeline import val_transform
 from toolkit.detectors.ssd.model import square_in_pixels
 
 HW = (64, 128)
-SSD = {"backbone": "lcnet_035", "strides": [16, 32, 64, -1], "channels": [16] * 4, "aspect_ratios": [[2]] * 4}
+SSD = {
+    "backbone": "lcnet_035",
+    "strides": [16, 32, 64, -1],
+    "channels": [16] * 4,
+    "aspect_ratios": [[2]] * 4,
+}
 PUBLISHED = {"rt_detr_v2 of the hub": ("rt_detr_v2", "rt_detr_v2"), "deimv2 on dinov3": ("deimv2", "dinov3")}
 
 
@@ -46,7 +51,13 @@ def test_a_change_of_pixels_changes_the_maps_most_where_it_is(name):
     for tap in taps:
         hook = tap.module.register_forward_hook(lambda _, inputs, out, tap=tap: seen.append(tap.read(inputs, out)))
         hooks.append(hook)
-    images[1, :, 34:46, 98:110] = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8, generator=generator())
+    images[1, :, 34:46, 98:110] = torch.randint(
+        0,
+        256,
+        (3, 12, 12),
+        dtype=torch.uint8,
+        generator=generator(),
+    )
     with torch.no_grad():
         model(images, sizes)
     for hook in hooks:
@@ -66,7 +77,12 @@ def test_a_change_of_pixels_changes_the_maps_most_where_it_is(name):
 def test_positions_of_the_hybrids_follow_rows_and_columns(name):
     modules = detector(name).model.named_modules()
     (embedding,) = [module for key, module in modules if key.endswith("position_embedding")]
-    positions = embedding(width=5, height=3, device=torch.device("cpu"), dtype=torch.float32).reshape(3, 5, -1)
+    positions = embedding(
+        width=5,
+        height=3,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    ).reshape(3, 5, -1)
     rows, columns = positions.chunk(2, dim=-1)
     assert rows.equal(rows[:, :1].expand_as(rows))
     assert columns.equal(columns[:1].expand_as(columns))
@@ -84,7 +100,14 @@ def test_anchors_of_the_hybrids_are_the_centres_of_their_cells(name):
     torch.testing.assert_close(anchors[0, :, :2].sigmoid(), torch.tensor(centres))
 
 
-@pytest.mark.parametrize(("height", "width"), [(64, 64), (64, 128), (96, 32)])
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [
+        (64, 64),
+        (64, 128),
+        (96, 32),
+    ],
+)
 def test_windows_of_rf_detr_are_parts_of_the_image_and_transformers_own_for_squares(height, width):
     embeddings = detector("rf_detr").model.model.backbone.backbone.embeddings
     windows = TINY_RF_DETR["backbone_config"]["num_windows"]
@@ -132,7 +155,11 @@ def of_faster_rcnn(model, target, hw):
     count = len(target["labels"])
     logits = torch.full((count, 4), -20.0)
     logits[range(count), 1 + target["labels"]] = 20.0
-    return {"boxes": [target["boxes"]], "logits": logits, "deltas": torch.zeros(count, 4, 4)}
+    return {
+        "boxes": [target["boxes"]],
+        "logits": logits,
+        "deltas": torch.zeros(count, 4, 4),
+    }
 
 
 OUTPUTS = {"faster_rcnn": of_faster_rcnn, **dict.fromkeys(REAL_TIME, of_hybrid)}
@@ -143,7 +170,13 @@ sides = st.integers(20, 300)
 @settings(max_examples=8, deadline=None)
 @given(
     orig_hw=st.tuples(sides, sides),
-    hw=st.sampled_from([(64, 128), (128, 64), (64, 64)]),
+    hw=st.sampled_from(
+        [
+            (64, 128),
+            (128, 64),
+            (64, 64),
+        ]
+    ),
     seed=st.integers(0, 2**32),
 )
 def test_boxes_come_back_to_the_pixels_of_the_picture(name, orig_hw, hw, seed):
@@ -162,13 +195,27 @@ def test_boxes_come_back_to_the_pixels_of_the_picture(name, orig_hw, hw, seed):
         "size": torch.tensor(orig_hw),
         "orig_size": torch.tensor(orig_hw),
     }
-    resized = val_transform(list(hw), [], 0)(torch.zeros(3, *orig_hw, dtype=torch.uint8), target, source)
+    resized = val_transform(list(hw), [], 0)(
+        torch.zeros(3, *orig_hw, dtype=torch.uint8),
+        target,
+        source,
+    )
     batch = collate([resized], model.stride)
     assert tuple(batch.images.shape[-2:]) == hw
     outputs = OUTPUTS.get(name, of_detr)(model, resized[1], hw)
-    (found,) = model.postprocess(outputs, batch.sizes, target["orig_size"][None], 0.5)
+    (found,) = model.postprocess(
+        outputs,
+        batch.sizes,
+        target["orig_size"][None],
+        0.5,
+    )
     assert found["labels"].equal(target["labels"])
-    torch.testing.assert_close(found["boxes"], box, atol=0.02 * max(orig_hw) / 64, rtol=1e-3)
+    torch.testing.assert_close(
+        found["boxes"],
+        box,
+        atol=0.02 * max(orig_hw) / 64,
+        rtol=1e-3,
+    )
 
 
 # ---- numbers of detections -------------------------------------------------------------------------------------------

@@ -22,7 +22,11 @@ def test_boxes_of_other_classes_do_not_suppress_each_other():
 
 @pytest.mark.parametrize(("score", "left"), [(0.01, [0.9, 0.01]), (0.5, [0.5])])
 def test_no_guess_takes_a_part_away_that_is_nearly_sure(score, left):
-    kept = merged([part(30, 0.9), part(60, score)], 0.5, torch.tensor([True, False]))
+    kept = merged(
+        [part(30, 0.9), part(60, score)],
+        0.5,
+        torch.tensor([True, False]),
+    )
     assert kept["scores"].tolist() == pytest.approx(left)
 
 
@@ -47,7 +51,11 @@ def test_of_two_boxes_of_a_cut_object_the_better_one_is_left(right, scores, is_o
         "scores": torch.tensor(scores)[order],
         "labels": torch.zeros(2, dtype=torch.int64),
     }
-    kept = merged([found], 0.5, torch.tensor([True, is_other_cut])[order])
+    kept = merged(
+        [found],
+        0.5,
+        torch.tensor([True, is_other_cut])[order],
+    )
     assert kept["boxes"].tolist() == [boxes[expected].tolist()]
 
 
@@ -63,5 +71,10 @@ def test_of_each_class_the_best_are_kept():
 
 def test_boxes_of_tiles_come_to_their_place_in_the_picture():
     tiles = torch.tensor([[0, 0, 100, 100], [80, 0, 180, 100]])
-    joined = join_tiles([part(20, 0.9), part(30, 0.8)], tiles, (100, 180), 100)
+    joined = join_tiles(
+        [part(20, 0.9), part(30, 0.8)],
+        tiles,
+        (100, 180),
+        100,
+    )
     assert joined["boxes"].tolist() == [[0, 0, 20, 20], [80, 0, 110, 30]]

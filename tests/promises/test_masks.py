@@ -111,7 +111,12 @@ def random_shape(rng, size_hw):
 
 def sample_of(shapes, size_hw, crowd=()):
     """An image whose channels are the masks of the objects, with their boxes and masks."""
-    masks = Masks.of(shapes).cut(0, 0, size_hw[1], size_hw[0])
+    masks = Masks.of(shapes).cut(
+        0,
+        0,
+        size_hw[1],
+        size_hw[0],
+    )
     pixels = masks.drawn(size_hw)
     boxes = boxes_around(pixels)
     boxes[:, 2:] = boxes[:, 2:].maximum(boxes[:, :2] + 1)
@@ -129,7 +134,11 @@ def random_sample(rng, size_hw, crowd=()):
 def masked(draw):
     """Three objects with masks of all kinds."""
     size_hw = draw(st.tuples(st.integers(24, 90), st.integers(24, 90)))
-    return random_sample(np.random.default_rng(draw(seeds)), size_hw, draw(st.sets(st.integers(0, 2))))
+    return random_sample(
+        np.random.default_rng(draw(seeds)),
+        size_hw,
+        draw(st.sets(st.integers(0, 2))),
+    )
 
 
 def sample_without_objects():
@@ -138,7 +147,11 @@ def sample_without_objects():
 
 def grown(pixels, by, outside=0.0):
     """Masks (N, H, W) with all pixels at most `by` from them. outside: 1 if what lies outside of the image is one."""
-    padded = F.pad(pixels[:, None].float(), [by] * 4, value=outside)
+    padded = F.pad(
+        pixels[:, None].float(),
+        [by] * 4,
+        value=outside,
+    )
     return F.max_pool2d(padded, 2 * by + 1, 1)[:, 0] > 0
 
 
@@ -195,11 +208,25 @@ def test_whole_pixels_are_moved_exactly(sample, seed):
     height, width = sample[0].shape[1:]
     top = int(rng.integers(0, height - 7))
     left = int(rng.integers(0, width - 7))
-    region = (top, left, int(rng.integers(4, height - top + 1)), int(rng.integers(4, width - left + 1)))
-    for image, target in (crop(*sample, region), flip(*sample), crop(*flip(*sample), region)):
+    region = (
+        top,
+        left,
+        int(rng.integers(4, height - top + 1)),
+        int(rng.integers(4, width - left + 1)),
+    )
+    for image, target in (
+        crop(*sample, region),
+        flip(*sample),
+        crop(*flip(*sample), region),
+    ):
         assert_on_pixels(image, target, 1)
         drawn = target["masks"].drawn(image.shape[1:])
-        for label, pixels, shape in zip(target["labels"].tolist(), drawn, target["masks"].shapes, strict=True):
+        for label, pixels, shape in zip(
+            target["labels"].tolist(),
+            drawn,
+            target["masks"].shapes,
+            strict=True,
+        ):
             if isinstance(shape, Rle):
                 assert pixels.bool().equal(image[label] > 0)
 
@@ -211,19 +238,37 @@ sides = st.integers(24, 120)
 @given(masked(), sides, sides)
 def test_masks_are_resized_with_their_pixels(sample, height, width):
     image, target = resize(*sample, (height, width))
-    assert_on_pixels(image, target, steepness(sample[0].shape[1:], (height, width)))
+    assert_on_pixels(
+        image,
+        target,
+        steepness(sample[0].shape[1:], (height, width)),
+    )
 
 
 shifts = st.integers(-30, 20)
 
 
 @patient
-@given(masked(), shifts, shifts, st.integers(31, 150), st.integers(31, 150))
+@given(
+    masked(),
+    shifts,
+    shifts,
+    st.integers(31, 150),
+    st.integers(31, 150),
+)
 def test_what_a_window_cuts_stays_cut_on_a_larger_canvas(sample, top, left, height, width):
-    image, target = view(*sample, (top, left, height, width), (64, 80))
+    image, target = view(
+        *sample,
+        (top, left, height, width),
+        (64, 80),
+    )
     assert_on_pixels(image, target, steepness((height, width), (64, 80)))
     cut = crop(*sample, (5, 5, 10, 12))
-    image, target = view(*cut, (-20, -20, 60, 60), (60, 60))
+    image, target = view(
+        *cut,
+        (-20, -20, 60, 60),
+        (60, 60),
+    )
     assert_on_pixels(image, target, 1)
     assert not target["masks"].drawn((60, 60))[:, 30:].any()
 
@@ -233,12 +278,23 @@ def test_what_a_window_cuts_stays_cut_on_a_larger_canvas(sample, top, left, heig
 @given(sample=masked(), seed=seeds)
 def test_masks_follow_their_pixels_through_every_recipe(name, sample, seed):
     recipe = RECIPES[name]
-    c = DataConfig(image_size=48, flip=True, zoom_out=3.0, iou_crop=True, **recipe.settings)
+    c = DataConfig(
+        image_size=48,
+        flip=True,
+        zoom_out=3.0,
+        iou_crop=True,
+        **recipe.settings,
+    )
     size = () if c.scales else ((40, 56),)
     image, target = train_transform(c)(*sample, generator(seed), *size)
     scale = np.abs(target["masks"].scale).max(initial=1)
     if scale < 4:  # the crop of a few pixels may be enlarged tenfold
-        assert_on_pixels(image, target, int(np.ceil(scale)) + 1, level=recipe.level)
+        assert_on_pixels(
+            image,
+            target,
+            int(np.ceil(scale)) + 1,
+            level=recipe.level,
+        )
     empty = train_transform(c)(*sample_without_objects(), generator(seed), *size)
     drawn = draw_masks(recheck_boxes(*empty), boxes_from_masks=True)
     assert drawn["masks"].shape == (0, *empty[0].shape[1:])
@@ -253,7 +309,11 @@ def test_masks_follow_their_pixels_through_a_policy(sample, seed):
 
 
 @patient
-@given(st.tuples(masked(), masked(), masked(), masked()), st.integers(16, 48), st.integers(16, 48))
+@given(
+    st.tuples(masked(), masked(), masked(), masked()),
+    st.integers(16, 48),
+    st.integers(16, 48),
+)
 def test_masks_of_a_mosaic_end_with_their_quadrant(samples, row, column):
     def quadrant(box):
         x, y = ((box[:2] + box[2:]) / 2).tolist()
@@ -264,13 +324,29 @@ def test_masks_of_a_mosaic_end_with_their_quadrant(samples, row, column):
     image, target = mosaic(samples, (64, 64), (row, column))
     blur = max(steepness(sample[0].shape[1:], (64, 64)) for sample in samples)
     assert_on_pixels(image, target, blur, quadrant)
-    for box, pixels in zip(target["boxes"], target["masks"].drawn((64, 64)), strict=True):
+    for box, pixels in zip(
+        target["boxes"],
+        target["masks"].drawn((64, 64)),
+        strict=True,
+    ):
         assert not pixels[~quadrant(box)].any()
 
 
 def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_is_a_crowd():
-    triangle = (np.array([[10.0, 10], [30, 10], [10, 30]]),)
-    _, target = sample_of([triangle, triangle, triangle, None, None], (40, 60), crowd=(2, 3))
+    triangle = (
+        np.array(
+            [
+                [10.0, 10],
+                [30, 10],
+                [10, 30],
+            ]
+        ),
+    )
+    _, target = sample_of(
+        [triangle, triangle, triangle, None, None],
+        (40, 60),
+        crowd=(2, 3),
+    )
     target["boxes"] = torch.tensor([[5.0, 5, 40, 35]] * 5)
     drawn = draw_masks(target)
     assert drawn["labels"].tolist() == [0, 1, 2, 3]
@@ -279,7 +355,11 @@ def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_i
     assert drawn["masks"][0].equal(torch.from_numpy(bitmap(triangle, (40, 60))))
     tight = draw_masks(target, boxes_from_masks=True)["boxes"]
     assert tight.equal(torch.cat([boxes_around(drawn["masks"][:3]), target["boxes"][3:4]]))
-    _, cropped = crop(torch.zeros(3, 40, 60, dtype=torch.uint8), target, (0, 0, 40, 20))
+    _, cropped = crop(
+        torch.zeros(3, 40, 60, dtype=torch.uint8),
+        target,
+        (0, 0, 40, 20),
+    )
     shown = draw_masks(cropped, boxes_from_masks=True)["boxes"]
     assert shown[0].tolist() == [10, 10, 20, 29]
     assert shown[3].tolist() == [5, 5, 20, 35]
@@ -293,7 +373,12 @@ def table_of(folder, samples, suffix=".png", **saving):
     for number, (image, target) in enumerate(samples):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{number}{suffix}", **saving)
         labels = target["labels"].tolist()
-        row = row_of(number, target["boxes"].tolist(), image.shape[:0:-1], labels)
+        row = row_of(
+            number,
+            target["boxes"].tolist(),
+            image.shape[:0:-1],
+            labels,
+        )
         rows.append(row | {"file_name": f"{number}{suffix}", "masks": list(target["masks"].shapes)})
     categories = [Category(number, f"c{number}") for number in range(9)]
     return write_rows(rows, cache_file=folder / "t.json", image_root=folder, categories=categories)
@@ -302,7 +387,13 @@ def table_of(folder, samples, suffix=".png", **saving):
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     rng = np.random.default_rng(0)
-    sizes = ((40, 60), (64, 48), (50, 50), (80, 90), (33, 47))
+    sizes = (
+        (40, 60),
+        (64, 48),
+        (50, 50),
+        (80, 90),
+        (33, 47),
+    )
     return table_of(tmp_path_factory.mktemp("masks"), [random_sample(rng, size_hw) for size_hw in sizes])
 
 
@@ -310,11 +401,22 @@ def table(tmp_path_factory):
 def test_samples_have_masks_and_boxes_around_them_where_asked_for(table, augmented):
     def first(masks=False, boxes_from_masks=False):
         c = DataConfig(image_size=64, batch_size_per_device=5, workers=0, boxes_from_masks=boxes_from_masks)
-        _, loader = loader_of_settings(table, c, seed=0, stride=1, augmented=augmented, masks=masks)
+        _, loader = loader_of_settings(
+            table,
+            c,
+            seed=0,
+            stride=1,
+            augmented=augmented,
+            masks=masks,
+        )
         return next(iter(loader))
 
     plain = first()
-    for batch in (first(masks=True), first(True, True), first(boxes_from_masks=True)):
+    for batch in (
+        first(masks=True),
+        first(True, True),
+        first(boxes_from_masks=True),
+    ):
         assert batch.images.equal(plain.images)
     for without, with_masks, tight, both in zip(
         plain.targets,
@@ -338,7 +440,17 @@ def test_the_memory_probe_has_the_picture_with_the_most_masks(tmp_path, masks, f
     samples = []
     for count, side in ((1, 90), (9, 30)):
         shapes = [rectangle([2, 2, 20, 20])] * count
-        samples.append((torch.zeros(3, side, side, dtype=torch.uint8), sample_of(shapes, (side, side))[1]))
+        samples.append(
+            (
+                torch.zeros(
+                    3,
+                    side,
+                    side,
+                    dtype=torch.uint8,
+                ),
+                sample_of(shapes, (side, side))[1],
+            )
+        )
     dataset = DetectionDataset(table_of(tmp_path, samples), exact_transform(64), masks=masks)
     (target,) = largest_batch(dataset, 1, 1).targets
     assert target["image_id"] == fullest
@@ -348,7 +460,12 @@ def test_what_lies_outside_the_annotated_picture_does_not_show_on_a_larger_canva
     row = table.row(0)
     row["masks"] = [(np.array([[-30.0, -30], [30, -30], [30, 30], [-30, 30]]),)] * OBJECTS
     target = row_target(row, (40, 60), masks=True)
-    _, target = view(torch.zeros(3, 40, 60, dtype=torch.uint8), target, (-40, -60, 120, 180), (120, 180))
+    _, target = view(
+        torch.zeros(3, 40, 60, dtype=torch.uint8),
+        target,
+        (-40, -60, 120, 180),
+        (120, 180),
+    )
     drawn = target["masks"].drawn((120, 180))
     assert drawn[:, 40:70, 60:90].all()
     assert drawn.sum() == OBJECTS * 30 * 30
@@ -363,7 +480,11 @@ def test_what_cannot_keep_masks_is_named_all_at_once(table, masks, boxes_from_ma
     c = DataConfig(image_size=64, tile=32, boxes_from_masks=boxes_from_masks, **blending)
     with pytest.raises(BadInput) as caught:
         loader_of_settings(table, c, seed=0, stride=1, masks=masks)
-    for name, problem in zip(("tile", *BLENDING), caught.value.problems, strict=True):
+    for name, problem in zip(
+        ("tile", *BLENDING),
+        caught.value.problems,
+        strict=True,
+    ):
         assert problem.startswith(f"data.{name} ")
         assert asked_by in problem
 
@@ -377,7 +498,13 @@ def test_masks_are_read_on_request_and_boxes_stay_as_they_are(tmp_path):
         entry(1),
         entry(2, segmentation=compressed(BLOCK)),
         entry(3, 2, segmentation=uncompressed(BLOCK), iscrowd=1),
-        entry(4, 2, segmentation=square_and_corner, bbox=[0, 0, 20, 25], category_id=2),
+        entry(
+            4,
+            2,
+            segmentation=square_and_corner,
+            bbox=[0, 0, 20, 25],
+            category_id=2,
+        ),
     ]
     folder = masked_coco(tmp_path / "d", annotations)
     plain = opened(folder, masks=False)
@@ -440,7 +567,12 @@ def test_yolo_lines_of_boxes_and_polygons_with_confidence_are_told_apart(tmp_pat
 
 def test_voc_masks_in_colours_and_their_faults(tmp_path):
     folder = tmp_path / "voc"
-    write_folder(opened(masked_coco(tmp_path / "d", [entry(1), entry(2, 2)])), folder, "train", "voc")
+    write_folder(
+        opened(masked_coco(tmp_path / "d", [entry(1), entry(2, 2)])),
+        folder,
+        "train",
+        "voc",
+    )
     file = folder / "SegmentationObject" / "2.png"
     picture = Image.open(file).convert("RGB")
     assert picture.getpixel((5, 6)) == (128, 0, 0)
@@ -474,7 +606,14 @@ def test_bundled_shapes_have_the_pixels_that_show(tmp_path):
 def test_joined_data_keep_their_masks(tmp_path):
     one = masked_coco(tmp_path / "one", [entry(1), entry(2, 2, segmentation=compressed(BLOCK))])
     two = masked_coco(tmp_path / "two", [entry(7, 2)])
-    found = masks_of(open_dataset("train", path=[one, two], cache_dir=tmp_path / "cache", masks=True))
+    found = masks_of(
+        open_dataset(
+            "train",
+            path=[one, two],
+            cache_dir=tmp_path / "cache",
+            masks=True,
+        )
+    )
     assert [len(of_image) for of_image in found] == [1, 1, 0, 1]
     for of_image in found:
         for mask in of_image:
@@ -507,7 +646,12 @@ table = open_dataset("train", path={str(folder)!r}, cache_dir={str(tmp_path / "c
 table.row(0), table.boxes()
 print("pycocotools" in sys.modules, "pycocotools.mask" in sys.modules)
 """
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     assert out == "False False\n"
 
 
@@ -545,7 +689,11 @@ def test_brush_masks_are_objects_where_asked_for(tmp_path, capsys):
 
 def test_masks_are_checked_repaired_and_converted(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
-    annotations = [entry(1), entry(2, 2, segmentation=[]), entry(4, 2, segmentation=[SQUARE, [1, 1]], area=90)]
+    annotations = [
+        entry(1),
+        entry(2, 2, segmentation=[]),
+        entry(4, 2, segmentation=[SQUARE, [1, 1]], area=90),
+    ]
     folder = str(masked_coco(tmp_path / "d", annotations))
     fixed = tmp_path / "fixed"
     assert check_data.main([folder, "--masks", "--fix", str(fixed), "--pictures", str(tmp_path / "p")]) == 1
@@ -604,7 +752,13 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     torch.manual_seed(0)
     model = yaml.safe_load((ROOT / "configs/faster_rcnn/shapes.yaml").read_text())["model"]
-    table, _ = random_masks(folder, 3, 2, draw=True, size=(96, 96))
+    table, _ = random_masks(
+        folder,
+        3,
+        2,
+        draw=True,
+        size=(96, 96),
+    )
     options = model | {"masks": True, "score_threshold": 0.0}
     detector = build_detector(**options, class_names=table.class_names).eval()
     detector.save_final(folder / "final", table.categories)
@@ -628,7 +782,12 @@ def test_predicted_masks_are_the_same_in_all_files(trained, tmp_path, capsys):
     annotated = json.loads((tmp_path / "found" / "dataset.json").read_text())["annotations"]
     expected = open_predictor(trained.folder / "final", max_detections=5)(Image.open(picture), 0.05)["masks"]
     assert len(expected) == 5
-    for mask, one, result in zip(expected.numpy(), image["detections"], results, strict=True):
+    for mask, one, result in zip(
+        expected.numpy(),
+        image["detections"],
+        results,
+        strict=True,
+    ):
         assert np.array_equal(pixels_of(one["segmentation"]), mask)
         assert np.array_equal(pixels_of(result["segmentation"]), mask)
     for annotation in annotated:
@@ -664,7 +823,11 @@ def test_the_metric_of_masks_is_known_before_training(trained):
         ([], {}, "segm_AP"),
         ([], {"eval": {"metric_for_best": "ema/bbox_AP"}}, "ema/segm_AP"),  # a file for boxes
         ([], {"eval": {"metric_for_best": "bbox_AP50"}}, "bbox_AP50"),
-        ([], {"eval": {"metric_for_best": "bbox_AP"}, "model": {"masks": True}}, "bbox_AP"),
+        (
+            [],
+            {"eval": {"metric_for_best": "bbox_AP"}, "model": {"masks": True}},
+            "bbox_AP",
+        ),
         (["--eval.metric_for_best", "bbox_AP"], {}, "bbox_AP"),
         (["--model.masks", "false"], {}, "bbox_AP"),
     ],
@@ -683,7 +846,18 @@ def test_an_evaluation_afterwards_has_the_numbers_of_the_run(server, data, tmp_p
     script = next(script for script in SCRIPTS if script.name == "train_faster_rcnn")
     masks = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channels", 8)
     place = ("--run.output_dir", tmp_path, "--run.max_steps", 2)
-    run = server.run(script, small_settings(script, data, (*masks, *boxes, *place))).ok().folder
+    run = (
+        server.run(
+            script,
+            small_settings(
+                script,
+                data,
+                (*masks, *boxes, *place),
+            ),
+        )
+        .ok()
+        .folder
+    )
     row = [each for each in read_metrics(run / "metrics.jsonl") if "val/loss" in each][-1]
     numbers = server.run(ROOT / "scripts" / "evaluate.py", [run, "--weights", "model"]).ok().numbers
     assert numbers["loss_mask"] > 0

@@ -42,7 +42,11 @@ from toolkit.tools.report.detection_errors import tide_errors
 from toolkit.tools.shapes import CLASSES as SHAPES
 from toolkit.tools.shapes import draw_scene
 
-CLASSES = [Category(0, "red"), Category(1, "green"), Category(2, "blue")]
+CLASSES = [
+    Category(0, "red"),
+    Category(1, "green"),
+    Category(2, "blue"),
+]
 TILING = Tiling((64, 80), 0.3)
 TILES = ("--data.tile", 40, "--data.tile_visible", 0.4, "--data.tile_empty", 0.5)
 PREDICT = ROOT / "scripts" / "predict.py"
@@ -74,7 +78,14 @@ def rectangles(picture):
         for value in plane.unique():
             if value:
                 rows, columns = (plane == value).nonzero().unbind(1)
-                boxes.append([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+                boxes.append(
+                    [
+                        columns.min(),
+                        rows.min(),
+                        columns.max() + 1,
+                        rows.max() + 1,
+                    ]
+                )
                 labels.append(label)
     return torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), torch.tensor(labels, dtype=torch.int64)
 
@@ -91,7 +102,13 @@ def oracle(off=0):
             boxes[:, :2] += inwards * (boxes[:, :2] == 0)
             boxes[:, 2:] -= inwards * (boxes[:, 2:] == torch.tensor(image.shape[:0:-1]))
             areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-            found.append({"boxes": boxes, "scores": 0.5 + areas.clamp(max=4000) / 10000, "labels": labels})
+            found.append(
+                {
+                    "boxes": boxes,
+                    "scores": 0.5 + areas.clamp(max=4000) / 10000,
+                    "labels": labels,
+                }
+            )
         return found
 
     return Predictor("oracle", CLASSES, predict)
@@ -139,7 +156,11 @@ def test_tiles_have_the_aspect_of_the_images_of_the_detector():
         return oracle().predict(images, score_threshold)
 
     image = scene(200, 320, 30, 3, side=20)
-    predictor = replace(oracle(), predict=note, size={"height": 96, "width": 160})
+    predictor = replace(
+        oracle(),
+        predict=note,
+        size={"height": 96, "width": 160},
+    )
     found = only(tiled(predictor, 160, overlap=0.25), image)
     assert seen == {(96, 160)}
     assert len(found["labels"]) == len(only(oracle(), image)["labels"])
@@ -167,7 +188,14 @@ def test_flips_give_the_same_boxes_once():
     torch.testing.assert_close(both, plain[pairwise_iou(both, plain).argmax(1)])
 
 
-@pytest.mark.parametrize(("tile", "overlap"), [(0, 0.2), (64, 0.95), (64, -0.1)])
+@pytest.mark.parametrize(
+    ("tile", "overlap"),
+    [
+        (0, 0.2),
+        (64, 0.95),
+        (64, -0.1),
+    ],
+)
 def test_tiles_that_cannot_be_are_refused(tile, overlap):
     with pytest.raises(BadInput, match="--tile"):
         tiled(oracle(), tile, overlap)
@@ -209,13 +237,26 @@ def guessing(image):
 def scenes_as_table(folder):
     folder.mkdir(exist_ok=True)
     table_rows = []
-    for seed, (height, width) in enumerate(((150, 200), (90, 60), (128, 300))):
+    for seed, (height, width) in enumerate(
+        (
+            (150, 200),
+            (90, 60),
+            (128, 300),
+        )
+    ):
         image = scene(height, width, 15, seed, side=16)
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"scene {seed}.png")
         boxes, labels = rectangles(image)
         areas = (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist()
         ids = list(range(100 * seed + 1, 100 * seed + 1 + len(boxes)))
-        row = row_of(f"scene {seed}", boxes.tolist(), (width, height), labels.tolist(), area=areas, id=ids)
+        row = row_of(
+            f"scene {seed}",
+            boxes.tolist(),
+            (width, height),
+            labels.tolist(),
+            area=areas,
+            id=ids,
+        )
         table_rows.append(row)
     return write_rows(
         table_rows, cache_file=folder / "table.json", image_root=folder, name="scenes", categories=CLASSES
@@ -229,7 +270,14 @@ def unchanged(image, target, generator):
 def judged_scenes(folder):
     """The detections of `Finder` on the scenes in `folder`, predicted by all ranks; main process only."""
     table = scenes_as_table(folder / f"{world()[0]}")
-    loader = validation_loader(table, unchanged, batch_size=3, workers=0, stride=1, tiling=TILING)
+    loader = validation_loader(
+        table,
+        unchanged,
+        batch_size=3,
+        workers=0,
+        stride=1,
+        tiling=TILING,
+    )
     return predict_dataset(Finder(), loader, "cpu", top_k=50).by_image
 
 
@@ -279,7 +327,11 @@ def run(server, data, once):
 
     def make(folder):
         args = (*TILES, "--run.output_dir", folder, "--run.max_steps", 2, "--run.eval_every", 2)
-        server.run(SCRIPTS[0], small_settings(SCRIPTS[0], data, args), whole=True).ok()
+        server.run(
+            SCRIPTS[0],
+            small_settings(SCRIPTS[0], data, args),
+            whole=True,
+        ).ok()
 
     return once("tiles", make) / "run"
 
@@ -296,7 +348,11 @@ def test_a_run_on_tiles_is_judged_again_as_it_was(server, run, tmp_path):
 def test_an_evaluation_cuts_as_the_run_unless_told_otherwise(server, run, tmp_path):
     file = tmp_path / "found.json"
     saved = [(run / "report" / "predictions.json").read_bytes()]
-    for more in ([], ["--tile", 0], ["--tile", 32, "--overlap", 0.1]):
+    for more in (
+        [],
+        ["--tile", 0],
+        ["--tile", 32, "--overlap", 0.1],
+    ):
         server.run(EVALUATE, [run, "--save", file, *more]).ok()
         saved.append(file.read_bytes())
     assert saved[0] == saved[1]
@@ -311,7 +367,19 @@ def test_a_prediction_cuts_as_the_run_unless_told_otherwise(server, run, data, t
     found = []
     for number, more in enumerate(([], ["--tile", 40], ["--tile", 0])):
         out = tmp_path / f"found{number}"
-        server.run(PREDICT, [run, picture, "--out", out, "--no-pictures", "--score-threshold", 0, *more]).ok()
+        server.run(
+            PREDICT,
+            [
+                run,
+                picture,
+                "--out",
+                out,
+                "--no-pictures",
+                "--score-threshold",
+                0,
+                *more,
+            ],
+        ).ok()
         found.append(json.loads((out / "predictions.json").read_text())["images"][0]["detections"])
     assert found[0] == found[1] != found[2]
 
@@ -362,7 +430,14 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tile", "overlap"), [(128, 0.2), (128, 0.5), (160, 0.2)])
+@pytest.mark.parametrize(
+    ("tile", "overlap"),
+    [
+        (128, 0.2),
+        (128, 0.5),
+        (160, 0.2),
+    ],
+)
 def test_collages_of_scenes_are_found_as_well_as_the_scenes(trained, tmp_path, tile, overlap):
     """Collages of 5 x 5 held-out pictures in tiles of their size: AP50 0.9 of that alone, 1 % duplicates at most."""
     predictor = open_predictor(trained)

@@ -88,7 +88,11 @@ def colour_file(values, format):
         278: ("L", [height]),
         279: ("L", [len(pixels)]),
     }
-    return with_tags(bytes(8) + pixels + bytes(len(pixels) % 2), tags, order)
+    return with_tags(
+        bytes(8) + pixels + bytes(len(pixels) % 2),
+        tags,
+        order,
+    )
 
 
 def deep_png(values):

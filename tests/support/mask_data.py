@@ -22,7 +22,14 @@ BLOCK[5:25, 4:20] = 1
 
 def entry(number, image=1, **values):
     """An annotation of COCO with the mask `SQUARE`, whatever `values` do not say."""
-    whole = {"id": number, "image_id": image, "category_id": 1, "bbox": [4, 5, 16, 20], "iscrowd": 0, "area": 320}
+    whole = {
+        "id": number,
+        "image_id": image,
+        "category_id": 1,
+        "bbox": [4, 5, 16, 20],
+        "iscrowd": 0,
+        "area": 320,
+    }
     return whole | {"segmentation": [SQUARE]} | values
 
 
@@ -38,7 +45,14 @@ def masked_coco(folder, annotations):
     images = []
     for number in (1, 2):
         Image.fromarray(noise(*SIZE_HW, number)).save(folder / "train" / f"{number}.png")
-        images.append({"id": number, "file_name": f"{number}.png", "width": SIZE_HW[1], "height": SIZE_HW[0]})
+        images.append(
+            {
+                "id": number,
+                "file_name": f"{number}.png",
+                "width": SIZE_HW[1],
+                "height": SIZE_HW[0],
+            }
+        )
     categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
     document = {"images": images, "annotations": annotations, "categories": categories}
     (folder / "annotations" / "train.json").write_text(json.dumps(document))
@@ -46,7 +60,13 @@ def masked_coco(folder, annotations):
 
 
 def opened(folder, masks=True, **options):
-    return open_dataset("train", path=folder, cache_dir=folder.parent / "cache", masks=masks, **options)
+    return open_dataset(
+        "train",
+        path=folder,
+        cache_dir=folder.parent / "cache",
+        masks=masks,
+        **options,
+    )
 
 
 def masks_of(table):
@@ -90,7 +110,13 @@ def pixels_of(*boxes, size=SIZE):
 def star(rng, box):
     """A polygon of random radii inside a box, as one or two rings."""
     left, top, right, bottom = np.asarray(box, float)
-    angles = np.sort(rng.uniform(0, 2 * np.pi, rng.integers(3, 14)))
+    angles = np.sort(
+        rng.uniform(
+            0,
+            2 * np.pi,
+            rng.integers(3, 14),
+        )
+    )
     radii = rng.uniform(0.2, 1, len(angles))
     x = (left + right) / 2 + radii * np.cos(angles) * (right - left) / 2
     y = (top + bottom) / 2 + radii * np.sin(angles) * (bottom - top) / 2
@@ -113,9 +139,24 @@ def random_truth(rng, size, classes, crowd, objects):
     for box, in_crowd in zip(boxes, is_crowd, strict=True):
         shape = star(rng, box)
         if rng.random() < 0.1:
-            shape = (np.array([[3.1, 3.1], [3.2, 3.1], [3.15, 3.2]]),)  # of no pixel
+            shape = (
+                np.array(
+                    [
+                        [3.1, 3.1],
+                        [3.2, 3.1],
+                        [3.15, 3.2],
+                    ]
+                ),
+            )  # of no pixel
         shapes.append(rle(shape, size) if in_crowd or rng.random() < 0.3 else shape)
-    return list(zip(boxes, labels.tolist(), is_crowd.tolist(), strict=True)), shapes
+    return list(
+        zip(
+            boxes,
+            labels.tolist(),
+            is_crowd.tolist(),
+            strict=True,
+        )
+    ), shapes
 
 
 def random_found(rng, size, classes, objects, shapes, scores, dets):
@@ -131,7 +172,11 @@ def random_found(rng, size, classes, objects, shapes, scores, dets):
             box, label, _ = objects[at]
             furthest = int(rng.choice([0, 1, 3]))
             shift = rng.integers(-furthest, furthest + 1, 2)
-            found[row] = np.roll(bitmap(shapes[at], size).astype(bool), shift, (0, 1))
+            found[row] = np.roll(
+                bitmap(shapes[at], size).astype(bool),
+                shift,
+                (0, 1),
+            )
             boxes[row] = box + rng.normal(0, 2, 4)
             if rng.random() < 0.8:
                 labels[row] = label
@@ -171,7 +216,13 @@ def random_masks(
         predictions.append(random_found(rng, size, classes, of_image, own_shapes, scores, dets))
     names = [f"class {number}" for number in range(classes)]
     table = with_masks(table_of(folder, truth, names, draw=draw, size=size), shapes)
-    return table, dict(zip(table.image_ids().tolist(), predictions, strict=True))
+    return table, dict(
+        zip(
+            table.image_ids().tolist(),
+            predictions,
+            strict=True,
+        )
+    )
 
 
 def coco_document(table):
@@ -191,6 +242,13 @@ def coco_document(table):
         annotations.append(about | {"segmentation": to_segmentation(shape)})
     images = []
     for row in table.image_rows():
-        images.append({"id": row.image_id, "file_name": row.file_name, "height": row.height, "width": row.width})
+        images.append(
+            {
+                "id": row.image_id,
+                "file_name": row.file_name,
+                "height": row.height,
+                "width": row.width,
+            }
+        )
     categories = [{"id": category.id, "name": category.name} for category in table.categories]
     return {"images": images, "annotations": annotations, "categories": categories, "info": {}}

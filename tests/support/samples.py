@@ -34,18 +34,33 @@ def target_of(boxes, size_hw, relations=(), crowd=()):
 
 def noise(height, width, seed=0):
     """(H, W, 3) uint8"""
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return np.random.default_rng(seed).integers(
+        0,
+        256,
+        (height, width, 3),
+        np.uint8,
+    )
 
 
 def sample(boxes, size_hw=(60, 80), relations=(), crowd=()):
     """Noise with boxes."""
-    image = torch.randint(0, 256, (*size_hw, 3), dtype=torch.uint8, generator=generator(len(boxes))).permute(2, 0, 1)
+    image = torch.randint(
+        0,
+        256,
+        (*size_hw, 3),
+        dtype=torch.uint8,
+        generator=generator(len(boxes)),
+    ).permute(2, 0, 1)
     return image, target_of(boxes, size_hw, relations, crowd)
 
 
 def painted(boxes, size_hw=(60, 80), ground=0, **columns):
     """An even image whose boxes are white."""
-    image = torch.full((*size_hw, 3), ground, dtype=torch.uint8).permute(2, 0, 1)
+    image = torch.full(
+        (*size_hw, 3),
+        ground,
+        dtype=torch.uint8,
+    ).permute(2, 0, 1)
     for x0, y0, x1, y1 in boxes:
         image[:, int(y0) : int(y1), int(x0) : int(x1)] = 255
     return image, target_of(boxes, size_hw, **columns)
@@ -62,7 +77,12 @@ def samples(draw, max_boxes=8):
     ends[:, 1] += 0.25
     relations = rng.integers(0, count, (count, 3)).tolist() if count else ()
     crowd = draw(st.sets(st.integers(0, 7)))
-    return sample(ends.reshape(-1, 4).tolist(), (height, width), relations, crowd)
+    return sample(
+        ends.reshape(-1, 4).tolist(),
+        (height, width),
+        relations,
+        crowd,
+    )
 
 
 def tensors_of(target):
@@ -87,7 +107,14 @@ def assert_well_formed(image, target, before):
     assert len(boxes) == len(target["area"]) == len(labels)
     for name in ("iscrowd", "attributes", "mixup"):
         assert target[name].equal(before[name][target["labels"]]), name
-    named = [(labels[s], labels[o], p) for s, o, p in target["relations"].tolist()]
+    named = [
+        (
+            labels[s],
+            labels[o],
+            p,
+        )
+        for s, o, p in target["relations"].tolist()
+    ]
     assert named == [(s, o, p) for s, o, p in before["relations"].tolist() if s in labels and o in labels]
 
 

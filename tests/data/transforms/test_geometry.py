@@ -49,7 +49,12 @@ def detr_size(image_size, size, max_size=None):
 lengths = st.integers(1, 3000)
 
 
-@given(lengths, lengths, st.integers(1, 1000), st.none() | st.integers(50, 2000))
+@given(
+    lengths,
+    lengths,
+    st.integers(1, 1000),
+    st.none() | st.integers(50, 2000),
+)
 def test_the_size_of_the_shorter_side_is_detrs(height, width, shorter, max_longer):
     found = shorter_side_size((height, width), shorter, max_longer)
     expected = detr_size((width, height), shorter, max_longer)
@@ -65,16 +70,30 @@ def test_a_flip_undoes_a_flip(sample):
     assert_same(flip(*flipped), sample)
 
 
-@given(samples(), st.integers(1, 200), st.integers(1, 200))
+@given(
+    samples(),
+    st.integers(1, 200),
+    st.integers(1, 200),
+)
 def test_resized_targets_come_back(sample, height, width):
     image, target = sample
     resized_image, resized = resize(image, target, (height, width))
     assert resized_image.shape == (3, height, width)
     sides = resized["boxes"][:, 2:] - resized["boxes"][:, :2]
-    torch.testing.assert_close(resized["area"], sides.prod(1), rtol=1e-3, atol=0.05)
+    torch.testing.assert_close(
+        resized["area"],
+        sides.prod(1),
+        rtol=1e-3,
+        atol=0.05,
+    )
     back = resize_target(resized, (height, width), image.shape[-2:])
     for name in ("boxes", "area", "size"):
-        torch.testing.assert_close(back[name], target[name], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            back[name],
+            target[name],
+            rtol=1e-4,
+            atol=1e-3,
+        )
 
 
 @given(samples(), seeds)
@@ -102,7 +121,11 @@ def test_the_fused_crop_is_the_three_steps(sample, seed):
     image, target = sample
     first, size_crop, last = ResizeShorter((40, 50)), RandomSizeCrop(30, 45), ResizeShorter((48, 64, 80), 133)
     one_image, one = ResizeCropResize(first, size_crop, last)(image, target, generator(seed))
-    three_image, three = Compose((first, size_crop, last))(image, target, generator(seed))
+    three_image, three = Compose((first, size_crop, last))(
+        image,
+        target,
+        generator(seed),
+    )
     assert one_image.shape == three_image.shape
     assert_well_formed(one_image, recheck_boxes(one_image, one), target)
     # A region's edge moves by half a source pixel at most, and by one where a whole pixel must be left.
@@ -112,8 +135,20 @@ def test_the_fused_crop_is_the_three_steps(sample, seed):
     scale = torch.tensor(one_image.shape[1:]) / torch.tensor(crop_hw)
     pixel = (scale * torch.tensor(middle) / torch.tensor(image.shape[1:])).flip(0)  # x, y
     is_tall = max(image.shape[1:]) >= 2 * min(image.shape[1:])  # a pixel of it is a large part of its region
-    three_boxes = dict(zip(three["labels"].tolist(), three["boxes"], strict=True))
-    one_boxes = dict(zip(one["labels"].tolist(), one["boxes"], strict=True))
+    three_boxes = dict(
+        zip(
+            three["labels"].tolist(),
+            three["boxes"],
+            strict=True,
+        )
+    )
+    one_boxes = dict(
+        zip(
+            one["labels"].tolist(),
+            one["boxes"],
+            strict=True,
+        )
+    )
     for label in one_boxes.keys() | three_boxes.keys():
         if label in one_boxes and label in three_boxes:
             moved = (one_boxes[label] - three_boxes[label]).abs()
@@ -123,7 +158,14 @@ def test_the_fused_crop_is_the_three_steps(sample, seed):
             assert ((box[2:] - box[:2]) <= pixel + 1e-3).any()
 
 
-@pytest.mark.parametrize("size_hw", [(100, 133), (23, 31), (60, 31)])
+@pytest.mark.parametrize(
+    "size_hw",
+    [
+        (100, 133),
+        (23, 31),
+        (60, 31),
+    ],
+)
 def test_a_resize_is_pillows(size_hw):
     """Antialiased bilinear, up and down; both round in fixed point, so a level of difference is allowed."""
     pixels = noise(60, 80)
@@ -148,7 +190,16 @@ def left_sides(transform, count):
 
 
 def test_branches_are_as_likely():
-    found = left_sides(RandomChoice((RandomFlip(0.0), RandomFlip(1.0), exact_transform(4))), 600)
+    found = left_sides(
+        RandomChoice(
+            (
+                RandomFlip(0.0),
+                RandomFlip(1.0),
+                exact_transform(4),
+            )
+        ),
+        600,
+    )
     for outcome in ((8, 0.0), (8, 6.0), (4, 0.0)):
         assert 150 < found.count(outcome) < 250
 
@@ -156,14 +207,31 @@ def test_branches_are_as_likely():
 def test_a_flip_has_its_probability():
     assert 150 < left_sides(RandomFlip(0.25), 800).count((8, 6.0)) < 250
     for probability in (0.0, 1.0):
-        recipe = detr_train_transform((8,), first_scales=(8,), crop_sizes=(8, 8), flip_probability=probability)
+        recipe = detr_train_transform(
+            (8,),
+            first_scales=(8,),
+            crop_sizes=(8, 8),
+            flip_probability=probability,
+        )
         assert left_sides(recipe, 5) == [(8, 6.0 * probability)] * 5
 
 
 def test_rechecked_boxes_are_clipped_and_dropped_without_extent():
     image = torch.zeros(3, 10, 20, dtype=torch.uint8)
-    boxes = [[-1, 2, 5, 12], [4, 4, 4, 8], [20.5, 1, 30, 3], [1, 1, 2, 2]]
-    checked = recheck_boxes(image, target_of(boxes, (10, 20), [[0, 3, 1], [1, 3, 2]]))
+    boxes = [
+        [-1, 2, 5, 12],
+        [4, 4, 4, 8],
+        [20.5, 1, 30, 3],
+        [1, 1, 2, 2],
+    ]
+    checked = recheck_boxes(
+        image,
+        target_of(
+            boxes,
+            (10, 20),
+            [[0, 3, 1], [1, 3, 2]],
+        ),
+    )
     assert checked["boxes"].tolist() == [[0, 2, 5, 10], [1, 1, 2, 2]]
     assert checked["labels"].tolist() == [0, 3]
     assert checked["relations"].tolist() == [[0, 1, 1]]
@@ -190,7 +258,15 @@ def test_a_name_that_says_a_side_says_the_other_one_in_a_mirrored_picture():
 
 
 def test_relations_are_mirrored_with_the_image_or_it_stays_as_it_is():
-    image, plain = sample([[0, 0, 10, 10], [20, 0, 30, 10]], (20, 40), [[0, 1, 0], [1, 0, 1], [0, 1, 2]])
+    image, plain = sample(
+        [[0, 0, 10, 10], [20, 0, 30, 10]],
+        (20, 40),
+        [
+            [0, 1, 0],
+            [1, 0, 1],
+            [0, 1, 2],
+        ],
+    )
     target = plain | {"mirrored_predicates": mirrored_predicates(SIDED)}
     mirrored, found = flip(image, target)
     assert torch.equal(mirrored, image.flip(2))

@@ -29,17 +29,33 @@ def grey(place, size_hw, count=2):
     """A flat image of a grey level of its own, with boxes in its corners and one relation."""
     height, width = size_hw
     corners = [(0, 0, width / 4, height / 4), (width * 3 / 4, height * 3 / 4, width, height)][:count]
-    target = target_of(corners, size_hw, [[0, count - 1, place]] if count else ())
+    target = target_of(
+        corners,
+        size_hw,
+        [[0, count - 1, place]] if count else (),
+    )
     target["labels"] = torch.full((count,), place)
-    image = torch.full((3, *size_hw), 40 * (place + 1), dtype=torch.uint8)
+    image = torch.full(
+        (3, *size_hw),
+        40 * (place + 1),
+        dtype=torch.uint8,
+    )
     return image, target | {"image_id": place}
 
 
-parts = st.tuples(st.integers(4, 90), st.integers(4, 90), st.integers(0, 2))
+parts = st.tuples(
+    st.integers(4, 90),
+    st.integers(4, 90),
+    st.integers(0, 2),
+)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(parts, min_size=4, max_size=4), st.integers(16, 48), st.integers(16, 48))
+@given(
+    st.lists(parts, min_size=4, max_size=4),
+    st.integers(16, 48),
+    st.integers(16, 48),
+)
 def test_every_box_of_a_mosaic_shows_its_own_image(sizes, row, column):
     samples = [grey(place, (height, width), count) for place, (height, width, count) in enumerate(sizes)]
     image, target = mosaic(samples, (SIDE, SIDE), (row, column))
@@ -61,8 +77,17 @@ def test_every_box_of_a_mosaic_shows_its_own_image(sizes, row, column):
 
 def test_the_quadrants_of_a_mosaic_and_what_none_covers():
     """Wide images become 40 x 80 on a canvas of 48 x 80, high ones 48 x 24."""
-    sizes = [(32, 64), (32, 64), (64, 32), (64, 32)]
-    image, _ = mosaic([grey(number, size, 0) for number, size in enumerate(sizes)], (48, 80), (20, 40))
+    sizes = [
+        (32, 64),
+        (32, 64),
+        (64, 32),
+        (64, 32),
+    ]
+    image, _ = mosaic(
+        [grey(number, size, 0) for number, size in enumerate(sizes)],
+        (48, 80),
+        (20, 40),
+    )
     assert image[0, [0, 19, 0, 19], [0, 39, 79, 40]].tolist() == [40, 40, 80, 80]
     assert image[0, [20, 47, 20, 47], [39, 16, 40, 63]].tolist() == [120, 120, 160, 160]
     for row, column in ((47, 15), (20, 64)):
@@ -87,7 +112,11 @@ def test_mixup_is_the_weighted_sum_of_both_images_in_the_upper_left(one, other, 
         assert image is one[0]
         assert len(target["boxes"]) == count
         return
-    expected = torch.zeros(3, *torch.tensor([one[0].shape, other[0].shape]).amax(0)[1:], dtype=torch.float64)
+    expected = torch.zeros(
+        3,
+        *torch.tensor([one[0].shape, other[0].shape]).amax(0)[1:],
+        dtype=torch.float64,
+    )
     expected[:, : one[0].shape[1], : one[0].shape[2]] += one[0].double() * share
     expected[:, : other[0].shape[1], : other[0].shape[2]] += other[0].double() * (1 - share)
     assert image.shape == expected.shape
@@ -121,9 +150,21 @@ def batches(draw):
         for _ in range(draw(st.integers(0, 3))):
             x = draw(st.integers(0, 38))
             y = draw(st.integers(0, 38))
-            boxes.append([x, y, draw(st.integers(x + 1, 40)), draw(st.integers(y + 1, 40))])
+            boxes.append(
+                [
+                    x,
+                    y,
+                    draw(st.integers(x + 1, 40)),
+                    draw(st.integers(y + 1, 40)),
+                ]
+            )
         relations = [[0, len(boxes) - 1, 5]] if len(boxes) > 1 else ()
-        image, target = sample(boxes, (40, 40), relations, draw(st.sets(st.integers(0, 2))))
+        image, target = sample(
+            boxes,
+            (40, 40),
+            relations,
+            draw(st.sets(st.integers(0, 2))),
+        )
         target |= {"image_id": number, "labels": target["labels"] + 10 * number}
         batch.append((image.roll(number, 1), target))
     return batch
@@ -178,7 +219,12 @@ def test_blended_objects_are_where_their_boxes_say(samples, share, seed):
             is_touched[max(0, y1 - high) : y2 + high, max(0, x1 - wide) : x2 + wide] = True
             if len(added) == 1:
                 patch = source[:, top:bottom, left:right]
-                assert_mixed(image[:, y1:y2, x1:x2], own[:, y1:y2, x1:x2], patch, share)
+                assert_mixed(
+                    image[:, y1:y2, x1:x2],
+                    own[:, y1:y2, x1:x2],
+                    patch,
+                    share,
+                )
         assert image[:, ~is_touched].equal(own[:, ~is_touched])
 
 
@@ -186,7 +232,11 @@ def test_blended_objects_are_where_their_boxes_say(samples, share, seed):
 @given(batches(), seeds)
 def test_a_batch_is_mixed_or_blended_or_neither(samples, seed):
     share = 0.45 + (0.55 - 0.45) * float(torch.rand(3, generator=generator(seed))[0])
-    for mixed, expected in zip(mix_batch(samples, 1, 1, generator(seed)), mix_neighbours(samples, share), strict=True):
+    for mixed, expected in zip(
+        mix_batch(samples, 1, 1, generator(seed)),
+        mix_neighbours(samples, share),
+        strict=True,
+    ):
         assert_same(mixed, expected)
     source = generator(seed)
     torch.rand(3, generator=source)
@@ -196,7 +246,11 @@ def test_a_batch_is_mixed_or_blended_or_neither(samples, seed):
         strict=True,
     ):
         assert_same(mixed, expected)
-    for mixed, expected in zip(mix_batch(samples, 0, 0, generator(seed)), samples, strict=True):
+    for mixed, expected in zip(
+        mix_batch(samples, 0, 0, generator(seed)),
+        samples,
+        strict=True,
+    ):
         assert_same(mixed, expected)
 
 
@@ -215,5 +269,11 @@ def test_a_loader_gives_the_same_mixed_batches_with_workers_and_after_a_resume(t
     mixed = loaded(**mixing)
     untouched = loaded()
     assert not any(map(torch.equal, mixed, untouched))
-    assert all(map(torch.equal, loaded(workers=2, done=1, **mixing), mixed[1:]))
+    assert all(
+        map(
+            torch.equal,
+            loaded(workers=2, done=1, **mixing),
+            mixed[1:],
+        )
+    )
     assert all(map(torch.equal, loaded(plain=1, **mixing), untouched))

@@ -47,16 +47,36 @@ def test_all_that_belongs_to_a_box_follows_it(sample, seed):
     out, got = POLICY(image, target, generator(seed))
     assert_well_formed(out, got, target)
     assert recheck_boxes(out, got)["boxes"].equal(got["boxes"])
-    torch.testing.assert_close(got["area"], (got["boxes"][:, 2:] - got["boxes"][:, :2]).prod(1), rtol=1e-3, atol=1e-8)
+    torch.testing.assert_close(
+        got["area"],
+        (got["boxes"][:, 2:] - got["boxes"][:, :2]).prod(1),
+        rtol=1e-3,
+        atol=1e-8,
+    )
     assert_same((out, got), POLICY(image, target, generator(seed)))
     assert torch.random.get_rng_state().equal(state)  # the global generator is left alone
     assert_same((image, before), (image, tensors_of(target)))
 
 
 @patient
-@given(st.integers(0, 70), st.integers(0, 50), st.integers(1, 60), st.integers(1, 50), st.integers(0, 99))
+@given(
+    st.integers(0, 70),
+    st.integers(0, 50),
+    st.integers(1, 60),
+    st.integers(1, 50),
+    st.integers(0, 99),
+)
 def test_a_painted_box_is_where_its_box_is_said_to_be(x, y, width, height, seed):
-    image, target = painted([[x, y, min(80, x + width), min(60, y + height)]])
+    image, target = painted(
+        [
+            [
+                x,
+                y,
+                min(80, x + width),
+                min(60, y + height),
+            ]
+        ]
+    )
     out, got = WHOLE_PIXELS(image, target, generator(seed))
     rows = out[0].amax(1).nonzero()[:, 0]
     columns = out[0].amax(0).nonzero()[:, 0]
@@ -96,7 +116,12 @@ def test_the_policy_comes_before_each_recipe(recipe):
     image, target = sample([[5, 5, 30, 30]])
     settings = DataConfig(recipe=recipe, image_size=32, flip=False)
     entries = [{"RandomVerticalFlip": {"p": 1.0}}]
-    both = train_transform(replace(settings, augment=entries))(image, target, generator(), (32, 32))
+    both = train_transform(replace(settings, augment=entries))(
+        image,
+        target,
+        generator(),
+        (32, 32),
+    )
     flipped = policy_of(entries)(image, target, generator())
     assert_same(both, train_transform(settings)(*flipped, generator(), (32, 32)))
 

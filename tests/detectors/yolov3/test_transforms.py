@@ -25,7 +25,11 @@ def test_a_region_keeps_the_centre_of_a_box_and_its_constraint(sample, seed):
     boxes = target["boxes"]
     height, width = image.shape[-2:]
     crop = ConstrainedCrop()
-    top, left, h, w = crop.draw(boxes, (height, width), generator(seed))
+    top, left, h, w = crop.draw(
+        boxes,
+        (height, width),
+        generator(seed),
+    )
     assert 0 <= top < top + h <= height
     assert 0 <= left < left + w <= width
     if not len(boxes):
@@ -43,10 +47,24 @@ def test_a_region_keeps_the_centre_of_a_box_and_its_constraint(sample, seed):
 
 def test_regions_of_all_kinds_are_drawn():
     boxes = torch.tensor([[30.0, 30, 70, 70]])
-    regions = [ConstrainedCrop().draw(boxes, (100, 100), generator(seed)) for seed in range(200)]
+    regions = [
+        ConstrainedCrop().draw(
+            boxes,
+            (100, 100),
+            generator(seed),
+        )
+        for seed in range(200)
+    ]
     assert 20 < regions.count((0, 0, 100, 100)) < 120  # one of up to seven candidates, those that exist
     assert len(set(regions)) > 60
-    free = [ConstrainedCrop().draw(boxes[:0], (100, 100), generator(seed)) for seed in range(300)]
+    free = [
+        ConstrainedCrop().draw(
+            boxes[:0],
+            (100, 100),
+            generator(seed),
+        )
+        for seed in range(300)
+    ]
     sides = torch.tensor([region[2:] for region in free]).prod(1).sqrt() / 100  # even from 0.3 to 1, but for clipping
     assert sides.mean() == pytest.approx(0.63, abs=0.03)
     assert sides.max() > 0.97
@@ -54,7 +72,15 @@ def test_regions_of_all_kinds_are_drawn():
 
 def test_boxes_follow_the_region_with_their_centre(monkeypatch):
     monkeypatch.setattr(ConstrainedCrop, "draw", lambda *_: (10, 10, 30, 40))
-    image, target = sample([(0, 0, 30, 30), (0, 0, 12, 12), (45, 30, 60, 60)], (60, 60), [[0, 2, 3]])
+    image, target = sample(
+        [
+            (0, 0, 30, 30),
+            (0, 0, 12, 12),
+            (45, 30, 60, 60),
+        ],
+        (60, 60),
+        [[0, 2, 3]],
+    )
     out, cropped = ConstrainedCrop()(image, target, generator())
     assert out.shape == (3, 30, 40)
     assert cropped["boxes"].tolist() == [[0, 0, 20, 20]]
@@ -63,7 +89,11 @@ def test_boxes_follow_the_region_with_their_centre(monkeypatch):
 
 
 def test_expanding_moves_boxes_with_their_pixels_and_fills_the_rest():
-    image, target = painted([(5, 4, 20, 12)], (20, 30), ground=60)
+    image, target = painted(
+        [(5, 4, 20, 12)],
+        (20, 30),
+        ground=60,
+    )
     fill = torch.tensor(GLUONCV_FILL_RGB, dtype=torch.uint8)[:, None, None]
     for seed in range(20):
         out, found = RandomExpand(probability=1.0)(image, target, generator(seed))
@@ -90,8 +120,18 @@ def test_colours_of_one_in_sixteen_are_left_as_they_are():
 
 
 def test_brightness_is_added_and_saturates():
-    image, target = painted([(2, 2, 9, 9)], (16, 16), ground=60)
-    brightness = ColourDistortion(brightness=32, contrast=(1, 1), saturation=(1, 1), hue=0, probability=1.0)
+    image, target = painted(
+        [(2, 2, 9, 9)],
+        (16, 16),
+        ground=60,
+    )
+    brightness = ColourDistortion(
+        brightness=32,
+        contrast=(1, 1),
+        saturation=(1, 1),
+        hue=0,
+        probability=1.0,
+    )
     brighter, _ = brightness(image, target, generator(0))
     change = brighter.int() - image.int()
     assert change.abs().max() <= 32
