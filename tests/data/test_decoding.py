@@ -261,6 +261,14 @@ def test_damage_behind_the_first_frame_is_a_note():
     assert "what follows it in the file is damaged" in " ".join(probe_image(bytes(data)).notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [("cmyk.jpg", "CMYK converted to RGB"), ("palette_alpha.png", "alpha channel dropped, the colours under it kept")],
+)
+def test_what_decoding_changes_is_told(name, note):
+    assert probe_image(IMAGES / name).notes == (note,)
+
+
 def test_bands_that_are_left_out_are_told():
     pixels = bytes(4 * 6 * 5)
     tags = {

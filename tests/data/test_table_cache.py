@@ -17,7 +17,7 @@ from toolkit.base.errors import BadInput
 from toolkit.data import table_cache
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
-from toolkit.data.table_cache import cache_root, write_rows
+from toolkit.data.table_cache import cache_root, file_digest, write_rows
 from toolkit.tools import shapes
 from toolkit.tools.doctor.near_duplicates import hold_out, signatures_of
 
@@ -84,7 +84,7 @@ def zeros_behind(raw, draw):
 
 
 def other_json(raw, draw):
-    texts = [b"[]", b"{}", b"null", b"3", b'{"version": 8}', b"\xff", b'{"version": 8, "digest": 1}', b""]
+    texts = [b"[]", b"{}", b"null", b"3", b'{"version": 6}', b"\xff", b'{"version": 8, "digest": 1}', b""]
     return draw.choice(texts)
 
 
@@ -159,6 +159,14 @@ def test_labels_that_are_edited_with_the_same_size_and_time_are_read_again(tmp_p
         os.utime(label, ns=(10**18, 10**18))
         table = open_dataset("train", path=tmp_path, cache_dir=tmp_path / "cache")
         assert table.boxes().labels.tolist() == [number]
+
+
+def test_annotation_files_that_cannot_be_read_twice_are_refused(tmp_path):
+    """A pipe would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("pipe", "a pipe or a device"), ("none", "no such annotation file"), (".", "cannot be read")):
+        with pytest.raises(BadInput, match=words):
+            file_digest(tmp_path / name)
 
 
 def test_files_are_named_by_content_shared_and_written_once(tmp_path):
