@@ -175,15 +175,15 @@ def _decode_reduced_jpeg(
         if divisor == 1 or image.draft(None, reduced_size) is None:
             return None
         image.load()
+        decoded = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
+        _check_scans(data, decoded.permute(2, 0, 1), path, block=1)  # a resize would mix the last block with others
         if image.size != reduced_size:
             # libjpeg rounds sides up; its last row or column then lies partly outside of the picture
             seen = (0, 0, width / divisor, height / divisor)
             image = image.resize(reduced_size, Image.Resampling.BILINEAR, box=seen)
         ImageOps.exif_transpose(image, in_place=True)  # `pixels_of` copies, since its image belongs to somebody else
         rgb = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
-        pixels = rgb.permute(2, 0, 1)
-        _check_scans(data, pixels, path, block=1)
-        return pixels, size_hw
+        return rgb.permute(2, 0, 1), size_hw
 
 
 def _decode_whole(

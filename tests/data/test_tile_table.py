@@ -1,0 +1,220 @@
+"""The table of the tiles of large pictures, and the order in which training sees them."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from documents import row_of
+from samples import noise_table
+
+from toolkit.base.errors import BadInput
+from toolkit.data.pipeline import loader_of_settings
+from toolkit.data.sampling import MIXED_PICTURES
+from toolkit.data.table import Category
+from toolkit.data.tile_table import DecodedPictures, tiles_of_table
+from toolkit.data.tiling import Tiling, clip_to_tiles
+from toolkit.run.settings import DataConfig
+
+IN_STRIPS = {"compression": "tiff_lzw", "tiffinfo": {278: 4}}
+TILING = Tiling((32, 40), 0.2, visible=0.5)
+
+
+def noise(folder, sizes=((90, 120), (40, 50)), boxes=6, suffix=".png", saving=None):
+    """A table of pictures of noise, each with boxes of 4 to 20 pixels, the first of them a crowd region."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for image_id, (height, width) in enumerate(sizes, start=1):
+        corner = rng.uniform(
+            0,
+            [width - 21, height - 21],
+            (boxes, 2),
+        )
+        xyxy = np.concatenate([corner, corner + rng.uniform(4, 20, (boxes, 2))], axis=1)
+        columns = {
+            "id": list(range(boxes * image_id, boxes * image_id + boxes)),
+            "area": ((xyxy[:, 2:] - xyxy[:, :2]).prod(1) / 2).tolist(),
+            "iscrowd": [1, *[0] * (boxes - 1)],
+        }
+        labels = rng.integers(0, 2, boxes).tolist()
+        row = row_of(image_id, xyxy.tolist(), (width, height), labels, **columns)
+        rows.append(row | {"file_name": f"{image_id}{suffix}"})
+    categories = [Category(3, "a"), Category(5, "b")]
+    return noise_table(folder, rows, saving, name="noise", categories=categories)
+
+
+def loader_of(table, **options):
+    given = {
+        "tile": [24, 24],
+        "image_size": 24,
+        "batch_size_per_device": 4,
+        "workers": 0,
+        "flip": False,
+    }
+    return loader_of_settings(table, DataConfig(**given | options), seed=1, stride=1)
+
+
+def indices_of(sampler):
+    return [key.index for keys in sampler for key in keys]
+
+
+def drawn(table, epochs, share):
+    """The indices of each epoch, if this share of the tiles without objects is seen."""
+    sampler, _ = loader_of(table, tile_empty=share)
+    of_epochs = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        of_epochs.append(indices_of(sampler))
+    return of_epochs
+
+
+def test_a_tile_has_the_pixels_of_its_place(tmp_path):
+    pictures = noise(tmp_path)
+    tiles = tiles_of_table(pictures, TILING)
+    assert len(tiles) == 4 * 4 + 2 * 2
+    assert tiles.sizes_hw().max(0).tolist() == [32, 40]
+    for index in range(len(tiles)):
+        row = tiles.row(index)
+        whole = pictures.row(row["picture"])
+        left, top, right, bottom = row["tile"]
+        assert row["image_id"] == f"{whole['image_id']}@{left},{top}"
+        expected = pictures.decode_image(whole)[:, top:bottom, left:right]
+        assert torch.equal(tiles.decode_image(row), expected)
+    assert tiles.decoded.decoded == 2  # each picture once
+
+
+def test_a_tile_has_the_clipped_boxes_of_its_place(tmp_path):
+    pictures = noise(tmp_path)
+    tiles = tiles_of_table(pictures, TILING)
+    whole = pictures.boxes()
+    boxes = tiles.boxes()
+    of_id = np.searchsorted(whole.ids, boxes.ids)
+    shown, share = clip_to_tiles(whole.xyxy[of_id], tiles.tiles_xyxy[boxes.image_index])
+    np.testing.assert_allclose(boxes.xyxy, shown, atol=1e-4)
+    np.testing.assert_allclose(boxes.area, whole.area[of_id] * share, rtol=1e-4)
+    assert boxes.labels.tolist() == whole.labels[of_id].tolist()
+    assert boxes.iscrowd.tolist() == (whole.iscrowd[of_id] | (share < 0.5)).tolist()
+    assert set(boxes.ids) == set(whole.ids)  # no box is lost
+    assert boxes.iscrowd.sum() > 3
+    assert f"{boxes.iscrowd.sum()} of their {len(boxes)} boxes are ignored" in str(tiles)
+
+
+@pytest.mark.parametrize(("room", "decoded"), [(2**20, 1), (2**16, 0)])
+def test_tiles_of_a_tiff_that_is_too_large_to_be_kept_are_decoded_alone(tmp_path, room, decoded):
+    expected = tiles_of_table(noise(tmp_path / "png", [(90, 120)]), TILING)
+    tiles = tiles_of_table(
+        noise(
+            tmp_path / "tif",
+            [(90, 120)],
+            suffix=".tif",
+            saving=IN_STRIPS,
+        ),
+        TILING,
+    )
+    tiles.decoded = DecodedPictures(room)
+    for index in range(len(tiles)):
+        pixels = tiles.decode_image(tiles.row(index))
+        assert torch.equal(pixels, expected.decode_image(expected.row(index)))
+    assert tiles.decoded.decoded == decoded
+
+
+def test_tiles_are_sent_to_another_process_without_their_pictures(tmp_path):
+    tiles = tiles_of_table(noise(tmp_path), TILING)
+    tiles.decode_image(tiles.row(0))
+    copy = pickle.loads(pickle.dumps(tiles))  # noqa: S301 - as a spawned worker gets it
+    assert copy.row(3)["tile"] == tiles.row(3)["tile"]
+    assert not tiles.changed_since(copy.identity)
+    assert copy.decoded.decoded == 0
+
+
+def test_what_tiles_are_is_in_their_identity(tmp_path):
+    pictures = noise(tmp_path)
+    tiles = tiles_of_table(pictures, Tiling((32, 40)))
+    for other in (
+        Tiling((32, 32)),
+        Tiling((32, 40), 0.3),
+        Tiling((32, 40), visible=0.3),
+    ):
+        assert tiles_of_table(pictures, other).changed_since(tiles.identity)
+    assert len(tiles.head(3)) == len(tiles.head(3).has_objects()) == 3
+
+
+def test_pictures_are_kept_up_to_a_number_of_bytes_the_newest_in_any_case():
+    kept = DecodedPictures(limit=100)
+    decoded = []
+    for index, size in (
+        (0, 40),
+        (1, 40),
+        (0, 40),
+        (2, 40),
+        (0, 40),
+        (1, 40),
+        (3, 500),
+        (3, 500),
+    ):
+        picture = torch.zeros(size, dtype=torch.uint8)
+        assert len(kept.get(index, picture.clone)) == size
+        decoded.append(kept.decoded)
+    assert decoded == [1, 2, 2, 3, 3, 4, 5, 5]
+
+
+def test_a_share_of_the_tiles_without_objects_is_seen_others_in_each_epoch(tmp_path):
+    pictures = noise(tmp_path, [(90, 120)] * 3)
+    has_objects = tiles_of_table(pictures, Tiling((24, 24))).has_objects()
+    with_objects = set(np.flatnonzero(has_objects).tolist())
+    empty = len(has_objects) - len(with_objects)
+    assert 10 < empty < len(has_objects) - 10
+    seen = set()
+    for indices in drawn(pictures, 6, 0.5):
+        background = set(indices) - with_objects
+        assert set(indices) >= with_objects
+        assert len(set(indices)) == len(indices)
+        assert abs(len(background) - empty / 2) <= 1
+        assert background != seen
+        seen = background
+    assert drawn(pictures, 6, 0.5) == drawn(pictures, 6, 0.5)
+    assert sorted(drawn(pictures, 1, 1.0)[0]) == list(range(len(has_objects)))
+    assert sorted(drawn(pictures, 1, 0.0)[0]) == sorted(with_objects)
+
+
+def test_tiles_of_few_pictures_come_together(tmp_path):
+    pictures = noise(tmp_path, [(48, 48)] * 40)
+    tiles = tiles_of_table(pictures, Tiling((24, 24)))
+    order = tiles.picture_of_tile[drawn(pictures, 1, 1.0)[0]]
+    pool = MIXED_PICTURES * 9
+    for first in range(0, len(order), pool):
+        assert len(set(order[first : first + pool])) <= MIXED_PICTURES
+    assert len(set(order[:16])) > 8  # a batch is of many pictures
+
+
+MIXED = {
+    "mosaic": 0.5,
+    "mixup": True,
+    "repeat_factor": 0.9,
+    "group_by_aspect_ratio": True,
+    "cache_images": True,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"tile": 24, "image_size": [12, 24]}, MIXED])
+def test_batches_of_tiles_are_a_function_of_their_keys(tmp_path, options):
+    pictures = noise(tmp_path, [(60, 80)] * 3)
+    sampler, loader = loader_of(pictures, **options)
+    again = list(loader_of(pictures, **options)[1])
+    assert len(again) == len(sampler)
+    for one, two in zip(loader, again, strict=True):
+        assert torch.equal(one.images, two.images)
+        for target, other in zip(one.targets, two.targets, strict=True):
+            assert torch.equal(target["boxes"], other["boxes"])
+
+
+def test_tiles_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch):
+    pictures = noise(tmp_path)
+    with pytest.raises(BadInput, match="data.tile_overlap"):
+        loader_of(pictures, tile_overlap=0.95)
+    crowds = noise(tmp_path / "crowds", [(60, 60)], boxes=1)
+    with pytest.raises(BadInput, match=r"data\.tile_empty is 0"):
+        loader_of(crowds, tile_empty=0.0)
+    monkeypatch.setattr("toolkit.data.tiling.MAX_TILES", 12_000)
+    with pytest.raises(BadInput, match="2 pictures would have 12,800 tiles .* a larger data.tile"):
+        loader_of(pictures, tile=1, tile_overlap=0.0)
