@@ -38,7 +38,7 @@ class Network(nn.Module):
     def forward(self, x):
         x = self.poison(self.stem(x))
         if self.poison.kind == "buffer":  # the statistics take in what the rest of the network never sees
-            self.norm(x * math.inf)
+            self.norm(x.abs() * math.inf)
         return self.norm(x)
 
 
