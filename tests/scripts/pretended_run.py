@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import faults
 import pretended_device
 import torch
 from torch.distributed.utils import _to_kwargs
@@ -116,6 +115,7 @@ def run(script: str, args: list[str], counting: Counting) -> dict:
 
 
 def main(argv: list[str]) -> int:
+    import faults
 
     torch.set_num_threads(1)
     counting = Counting(pretended_device.install(ROOT))
