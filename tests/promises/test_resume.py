@@ -148,9 +148,9 @@ def of_two_sets(data: Path, folder: Path) -> str:
 def of_saved_detector(data: Path, folder: Path) -> str:
     """Return the settings for scene graphs on a frozen detector, whose folder is removed before the run goes on."""
     options = yaml.safe_load(FASTER_RCNN.config.read_text())["model"]
-    names = open_dataset("train", path=data, cache_dir=folder / "cache").class_names
-    detector = build_detector("faster_rcnn", class_names=names, pretrained_backbone=False, **options)
-    detector.save_final(folder / REMOVED, [])
+    table = open_dataset("train", path=data, cache_dir=folder / "cache")
+    detector = build_detector("faster_rcnn", class_names=table.class_names, pretrained_backbone=False, **options)
+    detector.save_final(folder / REMOVED, table.categories)
     return f"--model.detector {folder}/{REMOVED} --model.backbone null --model.detector_options null"
 
 

@@ -81,7 +81,7 @@ def test_json_and_pictures_of_everything_that_can_be_read(server, script, whole,
         assert wider > 0.2 if graphs else abs(wider) < 0.02  # the graph stands beside the picture
 
 
-@pytest.mark.every_script
+@pytest.mark.every_script("slow")
 def test_final_folder_and_run_find_the_same_one_at_a_time_or_together(whole, photos):
     images = [decode_image(path) for path in sorted(photos.rglob("*.png"))]
     of_run = open_predictor(whole)
