@@ -135,7 +135,7 @@ def test_program_killed_at_a_write_ends_alike_when_started_again(hub, data, whol
     begin([]).ok()
     expected = contents(out)
     published = dict(uploaded)
-    assert expected.keys() | published.keys() > contents(whole).keys() or program == "publish"
+    assert published or len(expected) > len(contents(whole))
     for fault in kills(begin, tmp_path, program):
         begin([fault]).killed()
         run([fault])

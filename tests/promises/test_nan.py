@@ -191,7 +191,7 @@ def doctor(path: Path, what: str, value: float) -> None:
     if what == "moment":
         optimizer = torch.load(path / "optimizer.pt", weights_only=True)
         moments = [m for state in optimizer["state"].values() for m in state.values() if torch.as_tensor(m).dim() > 1]
-        moments[0].view(-1)[0] = value
+        moments[0][(0,) * moments[0].dim()] = value
         torch.save(optimizer, path / "optimizer.pt")
     else:
         stem, ending = TENSORS[what]
