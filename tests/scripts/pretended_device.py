@@ -38,21 +38,48 @@ from torch.utils._pytree import tree_flatten, tree_map
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten
 READS = {
-    aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim,
-    aten.unique_consecutive, aten.unique_dim_consecutive, aten.equal, aten.bincount, aten.multinomial, aten.histc,
+    aten._local_scalar_dense,
+    aten.is_nonzero,
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.unique_dim_consecutive,
+    aten.equal,
+    aten.bincount,
+    aten.multinomial,
+    aten.histc,
     aten._linalg_check_errors,
-}  # fmt: skip
+}
 COPIES = {aten._to_copy, aten.copy_}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 TAKES_CPU_SCALARS = ("_foreach_", "where", "clamp", "_amp_", "_fused_adam", "full_like", "fill")
 FREE = {  # no kernel
-    aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.alias,
-    aten._unsafe_view, aten.lift_fresh, aten.record_stream, aten._reshape_alias, aten.view, aten._fused_sdp_choice,
-}  # fmt: skip
+    aten.detach,
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.alias,
+    aten._unsafe_view,
+    aten.lift_fresh,
+    aten.record_stream,
+    aten._reshape_alias,
+    aten.view,
+    aten._fused_sdp_choice,
+}
 IN_FLOAT = {  # halves are computed in float32 inside, as a GPU accumulates, and much faster than by a CPU's kernels
-    aten.convolution, aten.convolution_backward, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.native_batch_norm,
+    aten.convolution,
+    aten.convolution_backward,
+    aten.mm,
+    aten.bmm,
+    aten.addmm,
+    aten.baddbmm,
+    aten.native_batch_norm,
     aten.native_batch_norm_backward,
-}  # fmt: skip
+}
 SOFTMAX, SOFTMAX_BACKWARD = (
     {getattr(aten, name + suffix) for name in ("_softmax", "_log_softmax")} for suffix in ("", "_backward_data")
 )
@@ -67,9 +94,14 @@ class OnDevice(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
-            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
-            layout=host.layout, device=DEVICE,
-        )  # fmt: skip
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=DEVICE,
+        )
         made.host = host
         return made
 
@@ -246,8 +278,12 @@ def _host(value):
 
 
 def _compute(packet, func, args, kwargs):
-    replaced = {aten._thnn_fused_lstm_cell: _lstm, aten._thnn_fused_lstm_cell_backward_impl: _lstm_backward,
-                aten._thnn_fused_gru_cell: _gru, aten._thnn_fused_gru_cell_backward: _gru_backward}  # fmt: skip
+    replaced = {
+        aten._thnn_fused_lstm_cell: _lstm,
+        aten._thnn_fused_lstm_cell_backward_impl: _lstm_backward,
+        aten._thnn_fused_gru_cell: _gru,
+        aten._thnn_fused_gru_cell_backward: _gru_backward,
+    }
     if packet in replaced:
         return replaced[packet](*args, **kwargs)
     if packet in SOFTMAX and args[2]:  # of halves, given in float32
@@ -281,8 +317,10 @@ def _in_float(packet, func, args, kwargs, half):
     if isinstance(result, torch.Tensor):
         return result.to(half)
     keeps = packet in (aten.native_batch_norm, aten.native_layer_norm, aten.native_group_norm)
-    return tuple(v.to(half) if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and not (keeps and i) else v
-                 for i, v in enumerate(result))  # fmt: skip
+    return tuple(
+        v.to(half) if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and not (keeps and i) else v
+        for i, v in enumerate(result)
+    )
 
 
 def _refuse_mixed(packet, func, name, flat, on_device) -> None:
@@ -292,8 +330,10 @@ def _refuse_mixed(packet, func, name, flat, on_device) -> None:
     wrong = [tuple(a.shape) for a in flat if not isinstance(a, OnDevice) and not (scalars and a.dim() == 0)]
     if wrong:
         _log.note(name, "mismatch")
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got CPU tensors of shape "
-                           f"{wrong} beside cuda:0 (pretended)")  # fmt: skip
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {name} got CPU tensors of shape "
+            f"{wrong} beside cuda:0 (pretended)"
+        )
 
 
 def _tell(packet, func, name, args, kwargs, to_device) -> None:
@@ -426,35 +466,71 @@ def _made_of_data(plain):
 
 
 def _pretend_modules() -> None:
-    properties = SimpleNamespace(name="Pretended GPU", total_memory=80 << 30, major=9, minor=0, warp_size=32,
-                                 multi_processor_count=132, max_threads_per_multi_processor=2048)  # fmt: skip
+    properties = SimpleNamespace(
+        name="Pretended GPU",
+        total_memory=80 << 30,
+        major=9,
+        minor=0,
+        warp_size=32,
+        multi_processor_count=132,
+        max_threads_per_multi_processor=2048,
+    )
 
     def gives(value):
         return lambda *args, **kwargs: value
 
     same = {
-        "is_available": gives(True), "device_count": gives(1), "synchronize": gives(None), "empty_cache": gives(None),
-        "memory_allocated": gives(0), "max_memory_allocated": gives(0), "reset_peak_memory_stats": gives(None),
-        "memory_stats": gives({}), "current_stream": _Stream, "memory_reserved": gives(0),
+        "is_available": gives(True),
+        "device_count": gives(1),
+        "synchronize": gives(None),
+        "empty_cache": gives(None),
+        "memory_allocated": gives(0),
+        "max_memory_allocated": gives(0),
+        "reset_peak_memory_stats": gives(None),
+        "memory_stats": gives({}),
+        "current_stream": _Stream,
+        "memory_reserved": gives(0),
         "max_memory_reserved": gives(0),
-    }  # fmt: skip
+    }
     own = {
-        "current_device": gives(0), "set_device": gives(None), "_lazy_init": gives(None), "init": gives(None),
-        "is_initialized": gives(True), "manual_seed": gives(None), "manual_seed_all": gives(None), "Stream": _Stream,
-        "stream": gives(_Stream()), "Event": _Stream, "default_stream": _Stream, "set_stream": gives(None),
-        "mem_get_info": gives((80 << 30, 80 << 30)), "get_device_properties": gives(properties),
-        "get_device_capability": gives((9, 0)), "get_device_name": gives(properties.name),
-        "is_bf16_supported": gives(True), "is_current_stream_capturing": gives(False), "_is_compiled": gives(True),
-        "get_rng_state": gives(torch.zeros(16, dtype=torch.uint8)), "set_rng_state": gives(None),
-        "get_rng_state_all": gives([torch.zeros(16, dtype=torch.uint8)]), "set_rng_state_all": gives(None),
+        "current_device": gives(0),
+        "set_device": gives(None),
+        "_lazy_init": gives(None),
+        "init": gives(None),
+        "is_initialized": gives(True),
+        "manual_seed": gives(None),
+        "manual_seed_all": gives(None),
+        "Stream": _Stream,
+        "stream": gives(_Stream()),
+        "Event": _Stream,
+        "default_stream": _Stream,
+        "set_stream": gives(None),
+        "mem_get_info": gives((80 << 30, 80 << 30)),
+        "get_device_properties": gives(properties),
+        "get_device_capability": gives((9, 0)),
+        "get_device_name": gives(properties.name),
+        "is_bf16_supported": gives(True),
+        "is_current_stream_capturing": gives(False),
+        "_is_compiled": gives(True),
+        "get_rng_state": gives(torch.zeros(16, dtype=torch.uint8)),
+        "set_rng_state": gives(None),
+        "get_rng_state_all": gives([torch.zeros(16, dtype=torch.uint8)]),
+        "set_rng_state_all": gives(None),
         "set_sync_debug_mode": lambda mode: setattr(_log, "warns", mode == "warn"),
-        "get_arch_list": gives(["sm_90"]), "_exchange_device": gives(0), "_maybe_exchange_device": gives(0),
-    }  # fmt: skip
+        "get_arch_list": gives(["sm_90"]),
+        "_exchange_device": gives(0),
+        "_maybe_exchange_device": gives(0),
+    }
     for name, value in (same | own).items():
         setattr(torch.cuda, name, value)
-    accelerator = {"current_accelerator": gives(torch.device("cuda")), "current_device_index": gives(0),
-                   "current_device_idx": gives(0), "set_device_index": gives(None), "set_device_idx": gives(None)}
-    for name, value in (same | accelerator).items():  # fmt: skip
+    accelerator = {
+        "current_accelerator": gives(torch.device("cuda")),
+        "current_device_index": gives(0),
+        "current_device_idx": gives(0),
+        "set_device_index": gives(None),
+        "set_device_idx": gives(None),
+    }
+    for name, value in (same | accelerator).items():
         if hasattr(torch.accelerator, name):
             setattr(torch.accelerator, name, value)
     for module in (torch.cuda.random, torch.cuda.memory):

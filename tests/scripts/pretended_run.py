@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import faults
 import pretended_device
 import torch
 from torch.distributed.utils import _to_kwargs
@@ -69,8 +68,13 @@ def _summary(events: list) -> dict:
     places = Counter(f"{e.op} {e.place}" + f" [{e.library}]" * bool(e.library) for e in waits)
     unpinned = Counter(e.place for e in events if e.kind == "copy" and not e.pinned)
     launches = Counter(e.place for e in events if e.kind == "launch")
-    return {"waits": len(waits), "places": dict(places.most_common()), "unpinned": dict(unpinned.most_common()),
-            "launches": sum(launches.values()), "launches_at": dict(launches.most_common(30))}  # fmt: skip
+    return {
+        "waits": len(waits),
+        "places": dict(places.most_common()),
+        "unpinned": dict(unpinned.most_common()),
+        "launches": sum(launches.values()),
+        "launches_at": dict(launches.most_common(30)),
+    }
 
 
 class AsDistributed(torch.nn.Module):
@@ -111,6 +115,7 @@ def run(script: str, args: list[str], counting: Counting) -> dict:
 
 
 def main(argv: list[str]) -> int:
+    import faults
 
     torch.set_num_threads(1)
     counting = Counting(pretended_device.install(ROOT))
@@ -121,9 +126,22 @@ def main(argv: list[str]) -> int:
             print("\nFOUND " + json.dumps(run(script, args, counting)), flush=True)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        short = ["--run.name", "pretended", "--run.max_steps", "3", "--run.max_minutes", "null",
-                 "--run.eval_every", "0", "--run.save_every", "0", "--data.workers", "0",
-                 "--run.output_dir", folder]  # fmt: skip
+        short = [
+            "--run.name",
+            "pretended",
+            "--run.max_steps",
+            "3",
+            "--run.max_minutes",
+            "null",
+            "--run.eval_every",
+            "0",
+            "--run.save_every",
+            "0",
+            "--data.workers",
+            "0",
+            "--run.output_dir",
+            folder,
+        ]
         found = run(argv[0], [*argv[1:], *short], counting)
     for part in ("step", "evaluation"):
         print(f"\n{part}: {found[part]['waits']} waits, {found[part]['launches']} launches")

@@ -1,19 +1,19 @@
 """What goes wrong in a run, at an exact moment: a signal before the n-th call of a function, or a NaN in one window.
 
-    {"signal": "SIGKILL", "at": "toolkit.run.recovery:RunGuard.accepts", "call": 2, "rank": 0}
-        SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
-    {..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
-    {..., "at": "write *"}    before the n-th file or folder that is written, renamed or removed
-    {"list": FILE, "at": "write *"}    the paths of all these, a line each, into a file
-    {"nan": "boxes" | "infinite boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}
-        3: the third that training fetches
-    {"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
-    {"skip": "toolkit.run.session_end:_report"}    leave a slow function out
-    {"set": "huggingface_hub.constants:ENDPOINT", "to": VALUE}    another value of a constant
-    {"disk": "full" | "inodes" | "removed" | "read-only", "folder": FOLDER, "at": ..., "call": ...}
-        what becomes of a disk then
-    {"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
-    {"float64": True}    the detector in double precision
+{"signal": "SIGKILL", "at": "toolkit.run.recovery:RunGuard.accepts", "call": 2, "rank": 0}
+    SIGKILL goes to all processes of the run at once, as a machine that goes down does; others to this rank only
+{..., "at": "os.symlink step_*"}    before the n-th audit event of Python whose path matches
+{..., "at": "write *"}    before the n-th file or folder that is written, renamed or removed
+{"list": FILE, "at": "write *"}    the paths of all these, a line each, into a file
+{"nan": "boxes" | "infinite boxes" | "activation" | "loss" | "gradient", "window": 3, "rank": 1}
+    3: the third that training fetches
+{"nan": ..., "ids": [...]}    the micro-batch of these image ids, for a replay
+{"skip": "toolkit.run.session_end:_report"}    leave a slow function out
+{"set": "huggingface_hub.constants:ENDPOINT", "to": VALUE}    another value of a constant
+{"disk": "full" | "inodes" | "removed" | "read-only", "folder": FOLDER, "at": ..., "call": ...}
+    what becomes of a disk then
+{"cwd": FOLDER, "rank": 1}    start in another folder, as on a machine with a disk of its own
+{"float64": True}    the detector in double precision
 """
 
 import atexit

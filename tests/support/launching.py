@@ -3,11 +3,12 @@
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,10 @@ MICRO_BATCH = "toolkit.step.window:Window.begin_micro_batch"
 EVALUATION = "toolkit.evaluation.predict_dataset:agree_max"
 # What a run says about a loop that somebody has changed: never of a script as it is, whatever happens to its processes.
 OF_CHANGED_LOOPS = ("learning rates that the loop set", "the loop passed over a window", "was not done", "t.without(")
+SMALL = """
+--data.format coco --data.image_size 64 --data.workers 0 --data.batch_size_per_device 4 --optim.ema_decay 0.9
+--eval.batch_size_per_device 3 --eval.pictures 0 --run.name run --run.epochs 2 --run.max_minutes null --run.log_every 1
+"""
 TORCHRUN = Path(__file__).with_name("torchrun_forked.py")
 CPU = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
@@ -83,8 +88,26 @@ class Result:
         """What evaluate.py printed."""
         return json.loads(next(line for line in self.text.splitlines() if line.startswith("{")))
 
+    @property
+    def trained(self) -> list[int]:
+        """The steps that have a row."""
+        return [row["step"] for row in training_rows(self.folder)]
+
     def ok(self) -> "Result":
         assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.text}"
+        return self
+
+    def killed(self) -> "Result":
+        assert set(self.codes) == {-9}, f"exit codes {self.codes}\n{self.text}"
+        return self
+
+    def refused(self, *words: str) -> "Result":
+        """Ended with 2 and a message that has these words."""
+        assert set(self.codes) == {2}, f"exit codes {self.codes}\n{self.text}"
+        assert "Traceback" not in self.text, self.text
+        assert "error: " in self.text, self.text
+        for each in words:
+            assert each in self.text, f"{each} is not in\n{self.text}"
         return self
 
 
@@ -106,25 +129,38 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
     def run(
-        self, script: Script | Path, args, processes: int = 1, faults=(), *, whole: bool = False, env=None,
-        meanwhile: Callable[[list[int]], None] | None = None, within_s: float = HANGS_AFTER_S,
-    ) -> Result:  # fmt: skip
+        self,
+        script: Script | Path,
+        args,
+        processes: int = 1,
+        faults=(),
+        *,
+        whole: bool = False,
+        env=None,
+        meanwhile: Callable[[list[int]], None] | None = None,
+        within_s: float = HANGS_AFTER_S,
+    ) -> Result:
         """Runs a script on that many processes to its end, or fails the test when it takes longer than it may.
 
-        whole: with its report. env: more environment variables. meanwhile: called with the process ids once they run.
+        args: a list, or a command line. whole: with its report. env: more environment variables. meanwhile: called with
+        the process ids once they run.
         """
         is_changed = isinstance(script, Script) and script.changed is not None
         if isinstance(script, Script):
             faults, script = [*faults, *([] if whole else [{"skip": REPORT}])], script.path
         self.runs += 1
-        args = [str(arg) for arg in args]
+        args = words_of(args)
         logs = [self.folder / f"run{self.runs}_rank{rank}.log" for rank in range(processes)]
         for log in logs:
             log.touch()  # here: a process may be killed before it opens its own
         request = {
-            "script": str(script), "args": args, "faults": list(faults), "cwd": str(self.folder),
-            "logs": [str(log) for log in logs], "env": [e | (env or {}) for e in _ranks(processes)],
-        }  # fmt: skip
+            "script": str(script),
+            "args": args,
+            "faults": list(faults),
+            "cwd": str(self.folder),
+            "logs": [str(log) for log in logs],
+            "env": [e | (env or {}) for e in _ranks(processes)],
+        }
         self.process.stdin.write((json.dumps(request) + "\n").encode())
         pids = self._read(60)
         if meanwhile is not None:
@@ -148,18 +184,21 @@ class Server:
 
 def small_settings(script: Script, data: Path, args) -> list[str]:
     """The script's small settings on the COCO data set in `data`; those of `args` win."""
-    annotations = data / "annotations"
-    common = {
-        "--data.train": annotations / "train.json", "--data.val": annotations / "val.json", "--data.format": "coco",
-        "--data.image_size": 64, "--data.workers": 0, "--data.batch_size_per_device": 4, "--run.log_every": 1,
-        "--run.name": "run", "--run.epochs": 2, "--run.max_minutes": "null", "--eval.batch_size_per_device": 3,
-        "--eval.pictures": 0, "--optim.ema_decay": 0.9,
-    }  # fmt: skip
-    return flat({"--config": script.config} | common | pairs(args))
+    files = f"--data.train {data}/annotations/train.json --data.val {data}/annotations/val.json"
+    return flat({"--config": script.config} | pairs(f"{files} {SMALL}") | pairs(args))
+
+
+def words_of(args) -> list[str]:
+    """The words of a command line, or of a list of parts."""
+    return shlex.split(args) if isinstance(args, str) else [str(arg) for arg in args]
 
 
 def pairs(args) -> dict:
-    return dict(zip(args[::2], args[1::2], strict=True))
+    """The values by flag, of a command line, a mapping, or a list of both in turn."""
+    if isinstance(args, Mapping):
+        return dict(args)
+    words = shlex.split(args) if isinstance(args, str) else args
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def flat(settings: dict) -> list[str]:
@@ -189,9 +228,14 @@ def free_port() -> int:
 def start(command, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.Popen:
     """A real process of its own, such as `python`, `torchrun` or `accelerate launch`."""
     return subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | CPU | (env or {}), cwd=cwd, start_new_session=True,
-    )  # fmt: skip
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | CPU | (env or {}),
+        cwd=cwd,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen, timeout_s: float = 300) -> tuple[int, str]:

@@ -21,6 +21,13 @@ from toolkit.tools.shapes import make_shapes
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+RESUMABLE = """
+--data.workers 2 --optim.accumulation_steps 2 --run.eval_every 2 --run.save_every 3 --run.keep 1 --run.resume latest
+--eval.metric_for_best bbox_AR100 --eval.early_stopping_patience 5
+"""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """What does not differ between scripts is shown with the first one alone."""
@@ -69,10 +76,10 @@ def data(once):
 
 @pytest.fixture(scope="session")
 def settings(script, data):
-    """`settings("--run.name", "x", ...)`: the script's small settings on `data`; those given win."""
+    """`settings("--run.name x")`, or of a mapping or a list: the script's small settings on `data`; those given win."""
 
     def build(*args) -> list[str]:
-        return small_settings(script, data, args)
+        return small_settings(script, data, args[0] if len(args) == 1 else args)
 
     return build
 
@@ -82,8 +89,8 @@ def whole(server, script, settings, once):
     """The folder of a run of four steps with nothing left out: two evaluations, report, pictures, final folder."""
 
     def make(folder):
-        args = settings("--run.output_dir", folder, "--run.max_steps", 4, "--run.eval_every", 2, "--run.save_every", 2,
-                        "--eval.pictures", 2)  # fmt: skip
+        steps = "--run.max_steps 4 --run.eval_every 2 --run.save_every 2 --eval.pictures 2"
+        args = settings(f"--run.output_dir {folder} {steps}")
         server.run(script, args, whole=True).ok()
 
     return once(f"whole_{script.name}", make) / "run"
@@ -101,13 +108,8 @@ def resumable(server, script, settings, once, tmp_path_factory):
     def build(processes: int):
         name = f"resumable{processes}_{script.name}"
         batch, eval_batch, epochs = {1: (4, 3, 2), 2: (2, 2, 2), 3: (2, 1, 3)}[processes]
-        args = settings(
-            "--data.workers", 2,
-            "--data.batch_size_per_device", batch, "--eval.batch_size_per_device", eval_batch,
-            "--optim.accumulation_steps", 2, "--run.eval_every", 2, "--run.save_every", 3, "--run.keep", 1,
-            "--run.epochs", epochs, "--run.resume", "latest", "--eval.metric_for_best", "bbox_AR100",
-            "--eval.early_stopping_patience", 5,
-        )  # fmt: skip
+        batches = f"--data.batch_size_per_device {batch} --eval.batch_size_per_device {eval_batch}"
+        args = settings(f"{RESUMABLE} {batches} --run.epochs {epochs}")
 
         def make(folder):
             place = ["--run.output_dir", folder, "--run.name", "reference"]

@@ -21,21 +21,21 @@ from pathlib import Path
 from places import ROOT
 from wandb.sdk.data_types._private import MEDIA_TMP
 
-PRELOAD = (
-    "torch", "accelerate", "accelerate.tracking", "timm", "transformers.models.rt_detr_v2.modeling_rt_detr_v2",
-    "transformers.models.detr.modeling_detr", "toolkit.run.session", "toolkit.detectors.detr.detr",
-    "toolkit.detectors.detr.rt_detr", "toolkit.tools.report", "toolkit.evaluation.coco",
-    "scipy.optimize", "torch.distributed.algorithms.join", "torch.nn.parallel.distributed", "pandas", "attrs",
-    "toolkit.detectors.faster_rcnn.model", "toolkit.detectors.ssd.model", "toolkit.detectors.yolov3.model",
-    "toolkit.detectors.scene_graphs.start", "toolkit.detectors.scene_graphs.two_stage", "toolkit.tools.predict.open",
-    "toolkit.tools.predict.image_files", "toolkit.tools.predict.predict_split", "toolkit.tools.report.write",
-    "toolkit.tools.report.comparison", "matplotlib.backends.backend_agg", "matplotlib.figure",
-)  # fmt: skip
+PRELOAD = """
+torch accelerate accelerate.tracking timm transformers.models.rt_detr_v2.modeling_rt_detr_v2
+transformers.models.detr.modeling_detr toolkit.run.session toolkit.detectors.detr.detr
+toolkit.detectors.detr.rt_detr toolkit.tools.report toolkit.evaluation.coco scipy.optimize
+torch.distributed.algorithms.join torch.nn.parallel.distributed pandas attrs toolkit.detectors.faster_rcnn.model
+toolkit.detectors.ssd.model toolkit.detectors.yolov3.model toolkit.detectors.scene_graphs.start
+toolkit.detectors.scene_graphs.two_stage toolkit.tools.predict.open toolkit.tools.predict.image_files
+toolkit.tools.predict.predict_split toolkit.tools.report.write toolkit.tools.report.comparison
+matplotlib.backends.backend_agg matplotlib.figure
+"""
 
 
 def warm_up() -> None:
     """Imports; the parser of each script once, which reads the sources of the settings; and one model saved."""
-    for name in PRELOAD:
+    for name in PRELOAD.split():
         importlib.import_module(name)
     from toolkit.models import build_detector
     from toolkit.run.command_line import parse_config

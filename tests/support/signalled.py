@@ -14,8 +14,11 @@ from pathlib import Path
 from audit import at_events
 
 # The lock is touched, opened, and written to once it is held.
-MOMENTS = {"imports": ("import torch.nn", 1), "before the lock": ("write */.lock", 1),
-           "with the lock": ("write */.lock", 3)}  # fmt: skip
+MOMENTS = {
+    "imports": ("import torch.nn", 1),
+    "before the lock": ("write */.lock", 1),
+    "with the lock": ("write */.lock", 3),
+}
 
 
 def send(whom: str, signals: list[str]) -> None:

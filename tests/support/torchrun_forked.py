@@ -20,7 +20,14 @@ if __name__ == "__main__":
     numbers, script, *arguments = sys.argv[1:]
     ranks, restarts = map(int, numbers.split(","))
     config = LaunchConfig(
-        1, 1, ranks, run_id="forked", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
-        max_restarts=restarts, logs_specs=DefaultLogsSpecs(),
-    )  # fmt: skip
+        1,
+        1,
+        ranks,
+        run_id="forked",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=restarts,
+        logs_specs=DefaultLogsSpecs(),
+    )
     elastic_launch(config, rank)(script, arguments)

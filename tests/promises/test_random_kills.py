@@ -1,6 +1,6 @@
 """Killed at random moments and resumed until done, a run equals the uninterrupted one to the bit.
 
-    KILL_SEED=7 python -m pytest tests/scripts/test_random_kills.py -m slow -s
+KILL_SEED=7 python -m pytest tests/promises/test_random_kills.py -m slow -s
 """
 
 import os
