@@ -222,7 +222,7 @@ class AnnotationFiles:
         return listing, images
 
     def _watched(self, roots: Iterable[Path | ImageSources]) -> list[Path | str]:
-        """Return the places of annotations, also those in subfolders, of images, and of class lists, there or not yet."""
+        """Return the places of annotations (also in subfolders), images and class lists, there or not yet."""
         watched: list[Path | str] = [*self.class_paths]
         for folder, entries in self.entries.items():
             inner = dict.fromkeys(os.path.dirname(stem) for stem in entries)
