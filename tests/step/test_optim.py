@@ -307,6 +307,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     )
     names = {group["name"]: group["param_names"] for group in optimizer.param_groups}
     assert names == {"main/muon": ["1.weight", "3.weight"], "main": ["0.weight", "1.bias", "3.bias"]}
+    assert len(state_stand_in(optimizer)) == 2 + 2 * 3  # it updates a copy
     # torch's own two, side by side
     muon = torch.optim.Muon(
         [alone[1].weight, alone[3].weight],
