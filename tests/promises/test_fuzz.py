@@ -1,6 +1,6 @@
 """Each kind of file that the toolkit reads, changed at random: read rightly or refused in sentences.
 
-    python -m pytest -m slow -s tests/test_fuzz.py
+    python -m pytest -m slow -s tests/promises/test_fuzz.py
 
 Never a traceback, code of the file, a file written outside its folder, or 2 GB of memory. Each change is a function of
 its number: `change(path, random.Random(f"{kind} {number}"))`.

@@ -496,7 +496,7 @@ def test_finished_run_is_not_logged_twice_and_its_links_are_mended(server, scrip
 
 
 def test_changed_settings_are_said_and_used_with_a_new_schedule(server, script, finished):
-    """tests/run/test_changes.py has each setting."""
+    """tests/run/test_settings_file.py has each setting."""
     args, folder = finished
     before = rows(folder)
     first = (folder / "config.yaml").read_text()

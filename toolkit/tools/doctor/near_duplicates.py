@@ -105,7 +105,7 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
     return ImageSignatures(**_cached_arrays(f"looks/{key.hexdigest()}.npz", expected, make, cache_dir))
 
 
-# What zipfile and NumPy raise while they read an archive of arbitrary bytes; tests/test_caches.py damages some.
+# What zipfile and NumPy raise while they read an archive of arbitrary bytes.
 _OF_DAMAGED_ARCHIVES = (
     *(OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error),  # cut short, or not an archive
     *(ValueError, KeyError, TypeError, SyntaxError, OverflowError),  # headers that say something else
