@@ -122,6 +122,7 @@ def test_scene_graphs_wait_as_often_however_large_the_batch(mode, heads, data, t
 
 
 @pytest.mark.slow
+@pytest.mark.every_script
 @pytest.mark.parametrize("script", MORE_WITH_MASKS, ids=lambda script: script.name)
 def test_masks_add_no_wait_to_a_step(script, data, tmp_path):
     args = small_settings(script, data, f"--run.output_dir {tmp_path} {SHORT} --model.masks true")
