@@ -3,7 +3,7 @@
     make which FILE=toolkit/data/table.py
 
 A test file is about a module if it has the module's name and folder, or imports it, itself or through `tests/support`.
-If nothing imports the module, those are named that import a module which does.
+If no test imports the module, the tests of its folder are named.
 """
 
 import ast
@@ -57,11 +57,6 @@ def modules_of_tests() -> dict[Path, set[str]]:
     return found
 
 
-def importers(module: str) -> set[str]:
-    """Return the modules of the toolkit that import one."""
-    return {name for name, path in modules_of_toolkit().items() if module in imported_names(path)}
-
-
 def mirror_of(module: str) -> Path:
     """Return the place of the tests of a module: of `toolkit.data.table`, `tests/data/test_table.py`."""
     *folders, name = module.split(".")[1:] or ["toolkit"]
@@ -81,13 +76,7 @@ def tests_of(module: str, of_tests: dict[Path, set[str]] | None = None) -> list[
     near = [path for path, names in of_tests.items() if module in names and path != own]
     if own in of_tests:
         return [own, *near]
-    seen = {module}
-    ring = {module}
-    while not near and ring:
-        ring = set().union(*(importers(name) for name in ring)) - seen
-        seen |= ring
-        near = [path for path, names in of_tests.items() if names & ring]
-    return near
+    return near or [path for path in of_tests if own.parent in path.parents]
 
 
 def main(files: Iterable[str]) -> int:
