@@ -2,6 +2,7 @@
 
     python tests/mutate.py                          # 40 changes, drawn with seed 0; a table, and mutants.json
     python tests/mutate.py --count 10 --seed 3      # others
+    python tests/mutate.py --near                   # only the tests about each module: minutes, not hours
     python tests/mutate.py --again mutants.json     # those that survived, after tests were added
 
 A change is a sign (+ for -), a bound (< for <=), a condition (its opposite, `and` for `or`) or a dropped call, in a
@@ -152,7 +153,7 @@ def first_failure(project: Path, arguments: list[str]) -> str | None:
     return failed[0] if failed else ended.stdout[-300:] + ended.stderr[-300:]
 
 
-def judge(mutant: Mutant, project: Path) -> None:
+def judge(mutant: Mutant, project: Path, near_only: bool) -> None:
     """Make the change in a clone, run the tests, and take the change back."""
     path = project / mutant.file
     text = path.read_text(encoding="utf-8")
@@ -164,7 +165,7 @@ def judge(mutant: Mutant, project: Path) -> None:
             str(test.relative_to(which.ROOT)) for test in which.tests_of(which.module_name(which.ROOT / mutant.file))
         ]
         mutant.killed_by = first_failure(project, near)
-        if mutant.killed_by is None:
+        if mutant.killed_by is None and not near_only:
             mutant.killed_by = first_failure(project, [f"--ignore={test}" for test in near])
     finally:
         path.write_text(text, encoding="utf-8")
@@ -174,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="number of changes (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="which are drawn (default 0)")
+    parser.add_argument("--near", action="store_true", help="run only the tests about the module of each change")
     parser.add_argument("--again", type=Path, help="file of an earlier call: its survivors")
     parser.add_argument(
         "--out", type=Path, default=Path("mutants.json"), help="what became of each (default mutants.json)"
@@ -187,7 +189,7 @@ def main() -> int:
         project = Path(folder) / "project"
         subprocess.run(["git", "clone", "--quiet", which.ROOT, project], check=True)
         for mutant in tqdm(mutants, unit="mutant"):
-            judge(mutant, project)
+            judge(mutant, project, args.near)
             tqdm.write(f"{mutant.shown}\n    {mutant.killed_by or 'SURVIVED'}")
             args.out.write_text(json.dumps([asdict(each) for each in mutants], indent=1))
     killed = sum(mutant.killed_by is not None for mutant in mutants)
