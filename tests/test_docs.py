@@ -130,7 +130,7 @@ def test_the_examples_of_the_api_run(here, monkeypatch):
 
 
 def test_the_circuit_boards_become_a_data_set_and_their_publishers_measure_counts(here, monkeypatch, capsys):
-    examples("docs/data.md")
+    examples("docs/example_circuit_boards.md")
     boards = Path("PCBData", "g")
     boards.mkdir(parents=True)
     for number, split, box in ((0, "trainval", "4 6 20 30 1"), (1, "test", "8 8 12 12 6")):

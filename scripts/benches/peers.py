@@ -179,7 +179,7 @@ def _shapes() -> dict:
 
 def _bccd() -> dict:
     if not Path(BCCD[0]).is_file():
-        raise BadInput(f"{BCCD[0]}: not found. Run it from a folder that contains bccd/, see configs/README.md.")
+        raise BadInput(f"{BCCD[0]}: not found. Run it from a folder that contains bccd/, see docs/results.md.")
     return _plan("bccd", [str(Path(path).absolute()) for path in BCCD], 256, 4)
 
 

@@ -64,7 +64,7 @@ def check_one_size(stride: int, sizes: Sequence[ImageSize], scales: Sequence[int
 
 
 def train_transform(c: Any) -> Transform:
-    """Make the training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; see docs/data.md.
+    """Make the training augmentation, `(image, target, generator[, size_hw]) -> (image, target)`; docs/augmentation.md.
 
     The recipe decides the definition and order of photometric, zoom_out and iou_crop, and the interpolation. detr:
     zoom out, crop, flip, resize, colours; ssd: the same in one resize, then flip and colours; yolov3: colours, zoom

@@ -5,7 +5,7 @@
 writes a COCO data set: DIR/train/*.jpg, DIR/val/*.jpg and DIR/annotations/{train,val}.json. Beside the usual keys, the
 JSON files have `rel_categories`, `rel_annotations`, `attribute_categories` and, for each annotation, `attribute_ids`
 (its texture). `segmentation` has polygons around the visible pixels of an object, to the pixel. With `--large` the
-pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to try tiles on (docs/data.md).
+pictures are 2,000 x 1,500 px with many shapes of 8 to 20 px, without relations, to try tiles on (docs/tiles.md).
 """
 
 import argparse

@@ -101,7 +101,7 @@ def _facts_of_fresh_run(options: GraphOptions, table: DetectionTable) -> tuple[P
     Raises BadInput as `start_scene_graph`.
     """
     if not len(table.relations()):
-        remedy = "give data with relations, whose formats docs/data.md lists, or train a detector on these"
+        remedy = "give data with relations, whose formats docs/scene_graph_data.md lists, or train a detector on these"
         what = f"there is not a single relation between the boxes of its {len(table)} images"
         raise BadInput(f"{table.name}: {what}; {remedy}")
     if (options.detector_options or {}).get("pretrained_backbone"):

@@ -206,7 +206,7 @@ def training_command(
     """Return the command that trains on these data with the options given, or a sentence on why there is no such
     command."""
     if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
-        return "train_sgg needs relations, and these data have none; docs/data.md says how they are written"
+        return "train_sgg needs relations, and these data have none; docs/scene_graph_data.md says how they are written"
     reading = {"name": options.name, "image_size": options.image_size, "white": options.white}
     reading["format"] = None if options.format == "auto" else options.format
     reading["on_error"] = None if options.on_error == "raise" else options.on_error

@@ -194,7 +194,7 @@ def recipe_for(asked: str | None) -> tuple[str, str, str]:
     Paths are relative to the current folder if they lie below it.
 
     asked: name of the script; None: RT-DETR-v2 from trained weights; or, without a GPU or a network to download these
-    weights, a small Faster R-CNN, which finds most after minutes of training (configs/README.md).
+    weights, a small Faster R-CNN, which finds most after minutes of training (docs/results.md).
     """
     from huggingface_hub import constants
 
