@@ -205,7 +205,7 @@ def check_metrics(row: dict) -> None:
 
 
 def test_the_documented_chain_of_two_stages(server, genome, tmp_path):
-    """docs/data.md and configs/sgg: a detector, graphs on it, and their evaluation on the test split."""
+    """docs/scene_graph_data.md and configs/sgg: a detector, graphs on it, and their evaluation on the test split."""
     of_detector = f"{BACKBONE} {FASTER_RCNN}"
     detector = documented(server, tmp_path, genome, "train_faster_rcnn", "vg150_detector.yaml", of_detector).folder
     assert 0 <= rows(detector)[-1]["val/bbox_AP"] <= 1
