@@ -2,11 +2,11 @@
 
     python tests/mutate.py                          # 40 changes, drawn with seed 0; a table, and mutants.json
     python tests/mutate.py --count 10 --seed 3      # others
-    python tests/mutate.py --near                   # only the tests about each module: minutes, not hours
+    python tests/mutate.py --near                   # only the nearest tests of each: minutes, not hours
     python tests/mutate.py --again mutants.json     # those that survived, after tests were added
 
 A change is a sign (+ for -), a bound (< for <=), a condition (its opposite, `and` for `or`) or a dropped call, in a
-clone of the last commit. First the tests about the module run (`tests/which.py`), then, if they pass, all others.
+clone of the last commit. First the nearest tests of the module run (`tests/which.py`), then, if they pass, all others.
 """
 
 import argparse
@@ -30,6 +30,7 @@ BOUNDS = {"Lt": ("<", "<="), "LtE": ("<=", "<"), "Gt": (">", ">="), "GtE": (">="
 BOUNDS |= {"NotEq": ("!=", "=="), "In": ("in", "not in"), "NotIn": ("not in", "in"), "Is": ("is", "is not")}
 BOUNDS |= {"IsNot": ("is not", "is")}
 HANGS_AFTER_S = 1800
+NEAREST = 6  # test files about a module that are tried before all others
 
 
 @dataclass
@@ -161,9 +162,8 @@ def judge(mutant: Mutant, project: Path, near_only: bool) -> None:
     assert text[mutant.offset : end] == mutant.before, f"{mutant.file} has changed since: {mutant.shown}"
     path.write_text(text[: mutant.offset] + mutant.after + text[end:], encoding="utf-8")
     try:
-        near = [
-            str(test.relative_to(which.ROOT)) for test in which.tests_of(which.module_name(which.ROOT / mutant.file))
-        ]
+        tests = which.tests_of(which.module_name(which.ROOT / mutant.file))
+        near = [str(test.relative_to(which.ROOT)) for test in tests[:NEAREST]]
         mutant.killed_by = first_failure(project, near)
         if mutant.killed_by is None and not near_only:
             mutant.killed_by = first_failure(project, [f"--ignore={test}" for test in near])
@@ -175,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="number of changes (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="which are drawn (default 0)")
-    parser.add_argument("--near", action="store_true", help="run only the tests about the module of each change")
+    parser.add_argument("--near", action="store_true", help="run only the nearest tests of each change")
     parser.add_argument("--again", type=Path, help="file of an earlier call: its survivors")
     parser.add_argument(
         "--out", type=Path, default=Path("mutants.json"), help="what became of each (default mutants.json)"
