@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from documents import row_of
-from samples import noise_table
+from samples import noise_table, shapes_table
 
 from toolkit.base.errors import BadInput
 from toolkit.data.pipeline import loader_of_settings
@@ -97,6 +97,17 @@ def test_a_tile_has_the_clipped_boxes_of_its_place(tmp_path):
     assert set(boxes.ids) == set(whole.ids)  # no box is lost
     assert boxes.iscrowd.sum() > 3
     assert f"{boxes.iscrowd.sum()} of their {len(boxes)} boxes are ignored" in str(tiles)
+
+
+def test_boxes_keep_their_attributes_in_tiles(tmp_path):
+    pictures = shapes_table(tmp_path, 2)
+    tiles = tiles_of_table(pictures, TILING)
+    whole = pictures.boxes()
+    boxes = tiles.boxes()
+    of_id = np.searchsorted(whole.ids, boxes.ids)
+    assert tiles.attributes == pictures.attributes
+    assert boxes.extra["attributes"].any()
+    np.testing.assert_array_equal(boxes.extra["attributes"], whole.extra["attributes"][of_id])
 
 
 @pytest.mark.parametrize(("room", "decoded"), [(2**20, 1), (2**16, 0)])
