@@ -292,7 +292,8 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     if not losses:  # a dataset without images
         return metrics
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
-    weighted = loss_weights(tensors, step)
+    # Without what only a training step has: losses of a teacher, shares of a window, its number of micro-batches.
+    weighted = loss_weights.weigh(tensors, step)
     numbers = {"loss": float(weighted.total)}
     for name, value in weighted.weighted.items():
         if name in losses:

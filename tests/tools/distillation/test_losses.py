@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from launching import rows
 from small_detectors import CLASSES, batch_of, small
 
 from toolkit.base.errors import BadInput
@@ -112,3 +113,12 @@ def test_detectors_without_queries_learn_the_maps_of_their_strides():
     assert any(p.grad is not None for p in student.backbone.parameters())
     with pytest.raises(BadInput, match="it takes sides that are multiples of 32, the detector of 16"):
         Distillation(teacher, student, "there", CLASSES, CLASSES)
+
+
+def test_a_run_learns_from_another_and_is_evaluated(server, script, settings, whole, tmp_path):
+    """An evaluation weighs the losses of the detector only: it runs no teacher."""
+    args = settings(f"--run.output_dir {tmp_path} --run.max_steps 1 --loss.teacher {whole}")
+    training, evaluation = rows(server.run(script, args).ok().folder)
+    assert training["train/loss_distill_maps"] > 0
+    assert evaluation["val/loss"] > 0
+    assert "val/loss_distill_maps" not in evaluation
