@@ -46,7 +46,7 @@ from places import ROOT
 from shown_commands import PROSE, Shown, shown_commands
 from torch.distributed.run import get_args_parser
 
-from toolkit.base.errors import BadInput
+from toolkit.base.errors import BadInput, sentence
 from toolkit.index import DETECTORS
 from toolkit.run.command_line import parse_config
 from toolkit.run.setting_types import describe_type
@@ -76,6 +76,8 @@ NOT_RUN = {
     r"--camera": "a camera",
     r"resnet18\.a1_in1k|dinov3": "weights of a backbone, which need the network",
 }
+if importlib.util.find_spec("openvino") is None:
+    NOT_RUN |= {"openvino|int8": "OpenVINO, which is not installed"}
 # Programs that work for long once they have parsed and checked all: they end there.
 ENDS_EARLY = {
     "benchmark": "measures for minutes; tests/scripts/test_benchmark.py runs its benches",
@@ -384,8 +386,8 @@ def refusal(script: str, argv: list[str]) -> str:
     module = importlib.import_module(script)
     try:
         parse_config(module.Config, argv, module.DEFAULT_CONFIG)
-    except BadInput as error:
-        return str(error)
+    except (BadInput, RuntimeError) as error:  # a path that begins with the home of nobody; as `run_script` says it
+        return str(error if isinstance(error, BadInput) else sentence(error))
     return ""
 
 
