@@ -74,6 +74,7 @@ NOT_RUN = {
     r"hub\.push": "uploads with somebody's account",
     r"\.pth|yolov3\.weights|runs/published": "published weights, which are downloaded by hand",
     r"--camera": "a camera",
+    r"effect: TDE": "a run with the detector of the default settings; that of the example folder is smaller",
     r"resnet18\.a1_in1k|dinov3": "weights of a backbone, which need the network",
 }
 if importlib.util.find_spec("openvino") is None:
