@@ -81,7 +81,7 @@ def test_embedded_images_that_are_removed_are_still_read_and_cut_ones_a_sentence
     assert table.boxes().labels.tolist() == [0] * 50
     with pytest.raises(BadInput, match=CHANGED):
         other.row(49)
-    sent = pickle.loads(pickle.dumps(other))  # noqa: S301
+    sent = pickle.loads(pickle.dumps(other))  # noqa: S301 - as for a spawned worker
     with pytest.raises(BadInput, match=CHANGED):
         sent.row(0)
 

@@ -36,7 +36,7 @@ def table_of(folder, rows, name="t"):
 def test_rows_come_back(tmp_path, ids):
     rows = [row(image_id, count) for image_id, count in zip(ids, (0, 3, 1), strict=True)]
     table = table_of(tmp_path, rows)
-    sent = pickle.loads(pickle.dumps(table))  # noqa: S301
+    sent = pickle.loads(pickle.dumps(table))  # noqa: S301 - as for a spawned worker
     opened, _ = open_table(tmp_path / "t.json")
     for seen in (table, sent, opened):
         assert seen.image_ids().tolist() == ids

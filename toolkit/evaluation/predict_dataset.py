@@ -292,8 +292,7 @@ def _weighted(parts: tuple[dict[str, float], dict[str, float]], loss_weights: nn
     if not losses:  # a dataset without images
         return metrics
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in losses.items()}
-    # Without what only a training step has: losses of a teacher, shares of a window, its number of micro-batches.
-    weighted = loss_weights.weigh(tensors, step)
+    weighted = loss_weights(tensors, step, micro_batches=1)  # also in a training that accumulates, as in `evaluate.py`
     numbers = {"loss": float(weighted.total)}
     for name, value in weighted.weighted.items():
         if name in losses:

@@ -117,6 +117,7 @@ class Distillation(nn.Module):
                 yield
             finally:
                 hook.remove()
+                self._batch = None
                 self._outputs = {}
                 self._maps = {}
 
@@ -126,8 +127,11 @@ class Distillation(nn.Module):
     def forward(self) -> dict[str, Tensor]:
         """Run the teacher on the batch of `watching`, and return the losses by name, in float32.
 
-        They are means over the images or boxes of the batch, see `DISTILLATION_LOSSES`.
+        They are means over the images or boxes of the batch, see `DISTILLATION_LOSSES`. Outside of `watching`, as in an
+        evaluation, there are none.
         """
+        if self._batch is None:
+            return {}
         student, teacher = self._both
         batch = self._batch
         with torch.autocast(batch.images.device.type, enabled=False):
