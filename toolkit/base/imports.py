@@ -155,6 +155,7 @@ def trust_files(trusted: bool = True) -> None:
 
 
 def files_are_trusted() -> bool:
+    """Return whether `trust_files` has allowed every file to name code, or to be code."""
     return _trusts_all
 
 

@@ -60,6 +60,8 @@ class BoxColumns:
         return self.rows[self.image[number]] if self.image[number] >= 0 else None
 
     def problem(self, number: int, severity: str, sentence: str) -> Problem:
+        """Return the problem of an annotation, with its id and the file and id of its image as far as they are
+        known."""
         entry = self.annotations.entry(number)
         if not isinstance(entry, dict):
             return Problem(severity, self.file, None, None, sentence)

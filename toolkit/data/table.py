@@ -388,6 +388,7 @@ class DetectionTable:
 
     @property
     def class_names(self) -> list[str]:
+        """The names of the classes in the order of the labels."""
         return [category.name for category in self.categories]
 
     def head(self, count: int) -> "DetectionTable":

@@ -59,6 +59,7 @@ class MetricsLog:
         )
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -174,6 +175,7 @@ class MetricsFollower:
             raise BadInput(f"{self.path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
 
     def close(self) -> None:
+        """Close the file if it is open; the next `new_rows` reads it from the start."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -193,6 +193,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the main process."""
         return self.accelerator.is_main_process
 
     def say(self, text: str) -> None:

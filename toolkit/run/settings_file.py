@@ -271,6 +271,7 @@ class Change:
 
     @property
     def values(self) -> str:
+        """The name and both values of the setting as text, such as "optim.lr 0.1 -> 0.01"."""
         return f"{self.key} {format_value(self.before)} -> {format_value(self.after)}"
 
     def __str__(self) -> str:

@@ -441,6 +441,7 @@ def open_shapes(split: str, reading: Reading) -> DetectionTable:
 
 @exit_on_bad_input
 def main(arguments: list[str] | None = None) -> None:
+    """Write the bundled shapes as a COCO data set to a folder."""
     parser = argparse.ArgumentParser(description="Writes the bundled shapes as a COCO data set.")
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--train-images", type=int, default=1000)

@@ -198,10 +198,12 @@ class RecognisedFolder:
 
     @property
     def path(self) -> Path:
+        """The folder."""
         return self.found.folder
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """The names of the splits: train, val, test, then the others."""
         return self.found.names
 
     @cached_property

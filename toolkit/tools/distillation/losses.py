@@ -90,6 +90,7 @@ class Distillation(nn.Module):
         return [{**group, "lr": lr, "weight_decay": weight_decay}] if named else []
 
     def get_extra_state(self) -> dict[str, str]:
+        """Return source and hash of the teacher, which a checkpoint keeps in place of its weights."""
         return {"teacher": self.source, "sha256": self.digest}
 
     def set_extra_state(self, state: Mapping[str, str]) -> None:

@@ -65,6 +65,7 @@ class ExportMetadata:
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """The names of the file's outputs, in order."""
         if self.masks:
             return (*OUTPUT_NAMES, "masks")
         return (*OUTPUT_NAMES, *GRAPH_OUTPUT_NAMES) if self.predicates else OUTPUT_NAMES

@@ -205,6 +205,13 @@ def write_relations(
 
 
 def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> dict[str, float | None]:
+    """Return R@20, R@50, R@100 and mR@100 of a scene graph predictor on a data table by name, each in [0, 1]; {}
+    without a table.
+
+    detector: the predictor's detector, which makes the evaluator.
+
+    Raises BadInput if table and predictor have different classes.
+    """
     if table is None:
         return {}
     if table.class_names != predictor.class_names:

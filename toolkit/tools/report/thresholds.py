@@ -41,6 +41,7 @@ class ThresholdSweep:
         return self.point(int(best))
 
     def point(self, row: int) -> "Point":
+        """Return the point in a row, whose threshold lies between this score and the next lower one."""
         low = float(self.score[row + 1]) if row + 1 < len(self.score) else 0.0
         return Point(
             _between(low, float(self.score[row])),
@@ -111,6 +112,8 @@ class Calibration:
 
 
 def calibration(matches: Matches, bins: int = 10) -> Calibration:
+    """Compute the calibration of the predictions that count as right or wrong at IoU 0.5. bins: number of bins of
+    scores."""
     rows = np.flatnonzero(matches.counts)
     scores = matches.found.scores[rows]
     right = matches.right[rows]
