@@ -136,7 +136,7 @@ class Annotations:
     odd: entries that have faults, or numbers that the columns do not hold exactly, as the file has them, by number of
         the annotation
     masks: masks by number of the annotation, for those that have any; None: masks are not read
-    mask_faults: what is wrong with masks, as phrases, by number of the annotation
+    mask_faults: phrases on faulty masks, by number of the annotation
     """
 
     def __init__(self, categories: list | None = None, masks: bool = False):

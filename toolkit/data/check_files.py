@@ -51,7 +51,8 @@ def check_image_files(
     source: str = "JSON",
     white: int | None = None,
 ) -> tuple[list[Problem], dict[str, str]]:
-    """Check the image file of every row in a thread pool, and report image files beside them that are not in `listed`.
+    """Check the image file of every row in a thread pool, and report other image files in their folders that are not in
+    `listed`.
 
     check_images: "full" decodes each image, "header" reads size and end marker; True means "full" for at most
     FULL_CHECK_LIMIT images, else "header". max_pixels: an image with more pixels cannot be used. source: what the rows
@@ -122,7 +123,8 @@ def image_checker(
 
 
 def with_16_bits(rows: Sequence[ImageRow], problems: Iterable[Problem]) -> list[ImageRow]:
-    """Return the rows whose images have 16 bits, which a note among the problems says, and no error."""
+    """Return the rows of images with 16 bits: those with a note that says so among the problems, and without an
+    error."""
     deep = {problem.image_id for problem in problems if problem.message in NOTES_OF_16_BITS}
     faulty = {problem.image_id for problem in problems if problem.severity == "error"}
     return [row for row in rows if row.image_id in deep - faulty]
@@ -311,7 +313,7 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
 def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
     """Return a warning for each image file in these folders of the root that is not in `listed`.
 
-    If there are more than `MAX_UNLISTED_NAMED` such files, one warning stands for all of them.
+    If there are more than `MAX_UNLISTED_NAMED` such files, one warning names the first and gives their number.
     """
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in _image_names(image_root, folders) if name not in listed]

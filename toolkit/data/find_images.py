@@ -21,7 +21,7 @@ MAX_FOLDERS = 2_000  # of a data set that are looked through
 
 @dataclass
 class Found:
-    """Rows of images whose pictures were looked for, and the folder that their names are relative to.
+    """The rows of images after a search for their pictures, and the folder that their names are relative to.
 
     moved: path of the folder that was given, relative to `image_root`; "" if it is the same.
     problems: a note on each folder in which pictures were found.
@@ -35,7 +35,7 @@ class Found:
     watched: list[str] = field(default_factory=list)
 
     def names(self, listed: Iterable[str]) -> set[str]:
-        """Return names relative to the folder that was given as names relative to `image_root`."""
+        """Convert names relative to the given folder to names relative to `image_root`."""
         return {os.path.join(self.moved, name) for name in listed}
 
 

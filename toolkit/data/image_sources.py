@@ -306,7 +306,7 @@ class ImageSources:
         return Stored(self, name)
 
     def read(self, name: str) -> bytes:
-        """Raise FileNotFoundError: none of the places holds the file."""
+        """Raise FileNotFoundError; it is called, through `Stored`, only for a file that none of the places holds."""
         raise FileNotFoundError(errno.ENOENT, f"image file not found in any of {self}", str(self))
 
     def resolve(self) -> "ImageSources":

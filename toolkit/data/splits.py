@@ -122,7 +122,8 @@ def open_splits(
     overfit_images: int = 0,
     **reading,
 ) -> tuple[DetectionTable, DetectionTable]:
-    """Open training and validation data with the same classes; their problems are listed in `folder`.
+    """Open training and validation data with the same classes, and report what was recognised and images in both. The
+    problems of each split that is read are listed in `folder/data_problems_<split>.txt`.
 
     Args:
         val: as `train`; or a share or fold (see `share_of`): then this part of the training data is held out.
@@ -349,7 +350,7 @@ def _image_files(table: DetectionTable) -> set[str]:
 def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str]) -> str:
     """Return a sentence about the images that two splits share, see `shared_images`; "" if they share none.
 
-    names: what the two splits are called in the sentence.
+    names: of the two splits, for the sentence.
     """
     shared = shared_images(first, second)
     if not shared:

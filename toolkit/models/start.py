@@ -31,7 +31,7 @@ def start_detector(
     A setting that the user gave overrides the setting of the weights' source, which overrides the published default.
     Only the setting `masks` is never the source's.
     The settings of the source (and `known`) and the names of the given settings are written to
-    `<folder>/pretrained_config.json`, so that the detector can be built again from the run folder alone. A table of the
+    `<folder>/pretrained_config.json`, so that the detector can be built again from only the run folder. A table of the
     loaded tensors is written to `<folder>/pretrained.txt`.
 
     Args:

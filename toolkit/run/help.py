@@ -289,7 +289,7 @@ def _start_command() -> str:
 
 
 def shown_path(path: Path | str) -> str:
-    """Return a path as one types it here: relative to the current folder if it lies below it."""
+    """Return a path as a user would type it: relative to the current folder if it lies below it."""
     path = Path(os.path.abspath(path))
     here = Path.cwd()
     return str(path.relative_to(here) if here in path.parents else path)

@@ -66,8 +66,8 @@ class MetricsLog:
 def repair_rows(path: Path, rows: int, keep_later: bool = False) -> list[str]:
     """Remove unreadable rows from `metrics.jsonl` for a run that resumes; only the main process may call it.
 
-    A copy of the damaged file is kept beside it as `metrics.jsonl.damaged`. An incomplete last line, which a killed
-    process leaves behind, is not counted as damage.
+    A copy of the damaged file is kept as `metrics.jsonl.damaged`. An incomplete last line, which a killed process
+    leaves behind, is not counted as damage.
 
     Args:
         path: the file.

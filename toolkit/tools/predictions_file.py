@@ -180,7 +180,8 @@ def _is_class(entry: object) -> bool:
 
 
 def read_about(path: str | Path) -> dict:
-    """Return the metadata of the predictions file `path`, from `FILE.about.json` beside it; {} if that does not exist.
+    """Return the metadata of the predictions file `path`, from `FILE.about.json` in the same folder; {} if that does
+    not exist.
 
     Raises BadInput if it cannot be read, or does not hold what `write_predictions` writes.
     """

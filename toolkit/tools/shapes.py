@@ -98,7 +98,7 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
 
 
 def draw_large_scene(seed: int, split: str, index: int) -> tuple[np.ndarray, list[dict], list[tuple]]:
-    """Draw one large picture of small shapes that do not overlap, a function of its arguments alone.
+    """Draw one large picture of small shapes that do not overlap, a function of only its arguments.
 
     Returns uint8 (1500, 2000, 3); objects as of `draw_scene`; no relations.
     """

@@ -34,7 +34,7 @@ def settings_of(layout: Layout) -> tuple[Path | None, dict]:
 
 
 def is_list(path: Path) -> bool:
-    """Return whether the first line of a text file is the path of an image."""
+    """Return whether a text file lists images: its first line is the path of one."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
             first = next(filter(None, map(str.strip, file)), "")

@@ -37,7 +37,7 @@ Make = Callable[[Path], DetectionTable]  # writes the table to the cache file th
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The names of the columns that are read from a data set, and what is known of its classes.
+    """The names of the columns that are read from a data set, and its classes as far as they are known.
 
     image: name of the column of images. category, id: names of keys in `objects`; id: None if that key is missing.
     categories, predicates: {"id", "name"} of classes and predicates; None: only their ids are known.
@@ -65,7 +65,7 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     Expected are an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd], [segmentation]}`,
     the last as COCO's and read with `reading.masks`; the columns
     `image_id`, `width` and `height` are used if they exist. Class names come from the ClassLabel feature; in
-    SGG-Benchmark's layout they are in `categories.json` beside the data, which also has the names of the predicates in
+    SGG-Benchmark's layout they are in `categories.json` next to the data, which also has the names of the predicates in
     the column `relations {subject_id, object_id, predicate_id}`. The encoded images are copied into the cached table.
     The data are validated as in `read_coco`.
 

@@ -24,8 +24,8 @@ JSON_TYPE_NAMES = {list: "list", str: "string", int: "number", float: "number", 
 def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[str, object]]:
     """Yield (key, item) for each item of each list in the top-level object of a file.
 
-    An empty list, and a value that is not a list, is yielded in one piece as (key, `Whole(value)`). A byte order mark
-    is skipped.
+    An empty list, and a value that is not a list, is yielded whole, as (key, `WholeValue(value)`). A byte order mark is
+    skipped.
 
     window: characters that are read at a time.
 

@@ -27,7 +27,7 @@ Entries = Mapping[str, ParsedImage | str]
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """A format with a file for each image.
+    """A format with an annotation file for each image.
 
     suffix: of the files, in small letters. is_annotation: says whether a file is an annotation. parse: reads one;
     raises ValueError, with a message, if it does not have what it must have.

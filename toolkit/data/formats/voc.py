@@ -52,7 +52,7 @@ class VocSplits(Splits):
 def find(layout: Layout) -> VocSplits | None:
     """Return the splits of a folder of VOC annotations; None if it is not one.
 
-    Recognised are `ImageSets/Main/<split>.txt` beside `Annotations` and `JPEGImages`, a folder for each split with the
+    Recognised are `ImageSets/Main/<split>.txt` with `Annotations` and `JPEGImages`, a folder for each split with the
     XML files in it or in a folder of their own, one folder without splits, and several years below `VOCdevkit`.
 
     Raises BadInput: of several years, some have splits and some have none.

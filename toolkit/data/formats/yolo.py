@@ -94,7 +94,7 @@ def read(found: YoloSplits, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
     The path of the text file of an image is that of the image with `labels` in place of `images`, or the text file is
-    beside the image. If a folder has labels alone, the images are those of `reading.image_dir` with the same names. An
+    next to the image. If a folder has only labels, the images are those of `reading.image_dir` with the same names. An
     image without a text file has no objects. `Rows` decides what the numbers in a line mean. Classes keep their numbers
     from 0. With `reading.masks`, a polygon is the mask of its object.
     """

@@ -95,7 +95,7 @@ def draw_seen(
 
 
 def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) -> Region:
-    """Draw a canvas of the image's shape around the image, or, as likely, the image alone (`RandomZoomOut`).
+    """Draw a canvas of the image's shape around the image, or, as likely, only the image (`RandomZoomOut`).
 
     max_side: sides of the largest canvas, in sides of the image. Returns the canvas as a region in pixels of the image.
     """

@@ -103,7 +103,8 @@ def _prepared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a file of DINOv3, or of the distilled ViT-Tiny, to the names of transformers' DINOv3."""
+    """Return the tensors of a file of DINOv3, or of the distilled ViT-Tiny, under the names of transformers' DINOv3;
+    joint attention matrices are split, and tensors without a counterpart are left out."""
     state = renamed(_split_vit(state), VIT)
     return {name: tensor for name, tensor in state.items() if not re.search(LEFT_OUT, name)}
 

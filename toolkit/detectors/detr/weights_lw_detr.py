@@ -40,7 +40,8 @@ SAMPLING = (f"{PROJECTOR}.stages_sampling.*.*.*", f"{OUR_PROJECTOR}.*.sampling_l
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a file of the vision transformer to the names of our backbone."""
+    """Return the tensors of a file of the vision transformer under the names of our backbone; joint attention matrices
+    are split."""
     without_prefix = {name.removeprefix("encoder."): tensor for name, tensor in state.items()}
     return renamed(split_attention(without_prefix, ".qkv."), VIT_NAMES)
 

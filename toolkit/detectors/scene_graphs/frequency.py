@@ -160,8 +160,8 @@ class FrequencyBias(nn.Module):
 
 
 class FrequencyHead(nn.Module):
-    """The baseline, which predicts predicates from the training counts alone and has no trained parameters. In sgcls
-    and sgdet it uses the labels that the detector predicts."""
+    """The baseline, which predicts predicates only from the training counts and has no trained parameters. In sgcls and
+    sgdet it uses the labels that the detector predicts."""
 
     loss_names = ()
     reads_union = False

@@ -35,7 +35,7 @@ def start_scene_graph(
     training data.
 
     The settings that follow from the data and the detector's run are written to `<folder>/pretrained_config.json`, so
-    that the model can be built again from the run folder alone. A table of which parameter was loaded from which tensor
+    that the model can be built again from only the run folder. A table of which parameter was loaded from which tensor
     is written to `<folder>/detector_weights.txt`.
 
     Args:

@@ -75,8 +75,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def classes_of(numbers: int) -> int | None:
-    """Return the number of classes of a YOLOv3 on Darknet-53 with this many weights; 0 if it is the number of
-    Darknet-53 alone, None if it is neither."""
+    """Return the number of classes of a YOLOv3 on Darknet-53 with this many weights; 0 if it is the number of only
+    Darknet-53, None if it is neither."""
     backbone = _size(backbone_layers())
     heads = _size(head_layers(0))
     if numbers == backbone:

@@ -295,7 +295,7 @@ def coco_by_id(first: int, last: int = 90) -> list[str]:
 
 
 def named(rows: int) -> list[str]:
-    """Return class names for a classifier of `rows` classes without background.
+    """Return names for the `rows` classes of a classifier, background not counted.
 
     The number tells the data set (COCO, Pascal VOC or VG150); for other numbers the names are `class 0`, `class 1`, ...
     """

@@ -43,8 +43,9 @@ KNOWN_PUBLISHERS = (
 def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     """Read a file of published weights; return the description of its detector, and its tensors under our names.
 
-    If the classes are not those of COCO, Pascal VOC or VG150, their names are read from a file beside it with the same
-    name and the suffix `.names`, one class per line; those of predicates of scene graphs from a file `.predicates`.
+    If the classes are not those of COCO, Pascal VOC or VG150, their names are read from a file in the same folder with
+    the same name and the suffix `.names`, one class per line; those of predicates of scene graphs from a file
+    `.predicates`.
 
     Raises:
         BadInput: the file cannot be read, no known publisher uses the names of its tensors, or tensors of the
@@ -155,7 +156,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name; if a checkpoint holds raw and averaged (EMA) weights, the averaged ones.
 
     Raises:
-        BadInput: the kind of the file is unknown, it is damaged, or it holds Python objects beside tensors.
+        BadInput: the kind of the file is unknown, it is damaged, or it holds Python objects other than tensors.
     """
     ending = ".weights" if ".conv." in path.name else path.suffix.lower()  # Darknet's backbones: darknet53.conv.74
     if ending in index.WEIGHT_FILES:

@@ -83,7 +83,8 @@ def open_all(
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given.
 
-    say: called with what is recognised. other: options of `open_dataset` that replace those given.
+    say: called with a text on each folder that was recognised. other: options of `open_dataset` that replace those
+    given.
     """
     keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds", "white")
     reading = {key: getattr(options, key) for key in keys}

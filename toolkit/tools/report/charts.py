@@ -68,7 +68,7 @@ class LineChart:
     Attributes:
         x_range, y_range: ends of the axes; None: they follow from the data.
         log: the y axis is logarithmic.
-        marks: vertical lines, as (x, text beside the line).
+        marks: vertical lines, as (x, text next to the line).
     """
 
     title: str

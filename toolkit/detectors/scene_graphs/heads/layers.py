@@ -85,8 +85,8 @@ def batch_box_numbers(batch: RelationBatch) -> Tensor:
 
 
 class ObjectContext(nn.Module):
-    """The base of contexts, with embeddings of the classes and positions of objects. A subclass labels each object and
-    computes a context feature for it.
+    """The base of contexts, modules that label each object of a batch and compute a feature that depends on the other
+    objects of its image. It has the embeddings of classes and positions; a subclass does the rest.
 
     embed_in: vectors of the classes before labelling. embed_out: vectors of the labels that the context has assigned.
     """
