@@ -1,7 +1,7 @@
 """The input and output of a reader: its options; images, boxes and relations as columns, exactly as in the file.
 
 Columns hold numbers only. A field that is not of its type (a string instead of a number, a box of three numbers) is
-described at once, in a sentence, and a placeholder stands in its column; the other fields of the entry are read.
+described at once, in a sentence, and its column gets a placeholder; the other fields of the entry are read.
 """
 
 import math

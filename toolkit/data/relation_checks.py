@@ -124,7 +124,7 @@ class RelationFacts:
         return len(self.label)
 
     def given(self, number: int) -> Mapping:
-        """Return a relation as the file has it; an empty one in place of what is not a relation."""
+        """Return a relation as the file has it; {} if the entry is not a mapping."""
         entry = self.relations.entry(number)
         return entry if isinstance(entry, dict) else {}
 

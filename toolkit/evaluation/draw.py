@@ -1,4 +1,4 @@
-"""Drawings of boxes and masks with labels, image grids, and ground truth beside predictions."""
+"""Drawings of boxes and masks with labels, image grids, and ground truth next to predictions."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,8 @@ The file `FILE.json` is a COCO results file, a list of `{image_id, category_id, 
 pixels and with the ids of the annotation file, which pycocotools and other programs read. A detector of masks adds
 `segmentation`, compressed run lengths `{size [height, width], counts}`. Beside this file are
 
-- `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of the images and
-  classes alone), the weights, and the printed metrics;
+- `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of only the images
+  and classes), the weights, and the printed metrics;
 - `FILE.graphs.npz`: for scene graphs, the relations of each image as the detector gave them.
 """
 

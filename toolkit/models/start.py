@@ -155,7 +155,7 @@ def _given(options: DetectorOptions) -> dict:
 
 
 def _stored_options(checkpoint: Path) -> dict | None:
-    """Return the detector options that a checkpoint's run stored beside its settings; None without such options."""
+    """Return the detector options that a checkpoint's run stored next to its settings; None without such options."""
     try:
         path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
     except BadInput:  # its run folder was removed with its settings: those of this command must fit

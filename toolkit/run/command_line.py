@@ -158,8 +158,8 @@ def resolve(
 def _file_of_script(default_config: Path, flags: Layer) -> Layer:
     """Return the settings file of a script that applies without `--config`.
 
-    For data of the user's own it is `own_data.yaml` beside the default, or `own_data_cpu.yaml` where there is no GPU.
-    The network does not decide, although the first of them needs it: a run that is resumed must find the same file.
+    For the user's own data it is `own_data.yaml` next to the default, or `own_data_cpu.yaml` where there is no GPU. The
+    network does not decide, although the first of them needs it: a run that is resumed must find the same file.
     """
     if not _is_own_data(flags):
         return read_file(default_config)

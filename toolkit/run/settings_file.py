@@ -205,7 +205,7 @@ _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were
 
 
 def _is_own_class(groups: Mapping) -> bool:
-    """Return whether the settings name a detector of one's own, `module:Class`."""
+    """Return whether the settings name a user's own detector, `module:Class`."""
     model = groups.get("model")
     return isinstance(model, dict) and ":" in str(model.get("architecture", ""))
 

@@ -254,7 +254,7 @@ def _folders_of_split(file: Path, layout: Layout) -> list[Path]:
 def _is_coco(path: Path) -> bool:
     """Return whether a JSON file begins like an object with COCO's lists, without reading the whole of a large file.
 
-    A file that is read whole must have images: Label Studio's `notes.json`, beside YOLO labels, has categories alone.
+    A file that is read whole must have images: Label Studio's `notes.json`, next to YOLO labels, has only categories.
     """
     try:
         with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Darknet's description of a data set: `obj.data` with lists of images, or the lists alone.
+"""Darknet's description of a data set: `obj.data` with lists of images, or only the lists.
 
 A list is a text file with the path of an image in each line. `obj.data` has lines `train = train.txt`,
 `valid = valid.txt` and `names = obj.names`; paths may be those of another computer.

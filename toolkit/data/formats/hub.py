@@ -260,7 +260,7 @@ def _items(feature: object) -> Mapping:
 
 
 def _names_beside_rows(name: str, description: str) -> dict:
-    """Read `categories` and `rel_categories` from the file beside the rows, local or on the hub, or the description.
+    """Read `categories` and `rel_categories` from the file next to the rows, local or on the hub, or the description.
 
     Empty if neither names them.
     """

@@ -235,7 +235,7 @@ class AnnotationFiles:
 def _image_root(
     layout: Layout, folder: Path, annotations: Path, split: str, folders: Sequence[str], first: str | None
 ) -> Path:
-    """Find the folder of the images: beside the annotations, or in a folder of their own; see `find_root`.
+    """Find the folder of the images: next to the annotations, or in a folder of their own; see `find_root`.
 
     folders: its subfolders in which images may lie.
     """

@@ -211,7 +211,8 @@ def _part(files: AnnotationFiles, data_set: DataSet, split: str, reading: Readin
 
 
 def _watched(data_set: DataSet, split: str, reading: Reading) -> list[Path]:
-    """Return the files and folders of a data set, beside annotations and images, whose change changes the listing."""
+    """Return the files and folders of a data set, other than annotations and images, whose change changes the
+    listing."""
     watched = []
     if reading.masks:
         watched.append(data_set.folder / MASK_FOLDER)

@@ -264,7 +264,7 @@ def _has_labels(layout: Layout, folder: Path) -> bool:
 
 
 def _is_label_folder(layout: Layout, folder: Path) -> bool:
-    """Return whether one of the first text files has lines of a class and numbers; a `README.txt` may lie beside them.
+    """Return whether one of the first text files has lines of a class and numbers; a `README.txt` may lie next to them.
     """
     files = (path for path in layout.files(folder, ".txt") if path.name not in CLASS_FILES)
     with_text = (path for path in files if path.stat().st_size)

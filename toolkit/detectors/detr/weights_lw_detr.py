@@ -1,5 +1,5 @@
 """Weights of Atten4Vis/LW-DETR, which become an `lw_detr`: `LWDETR_tiny_60e_coco.pth` to `LWDETR_xlarge_60e_coco.pth`,
-those of `30e_objects365`, and the files of its vision transformer alone, such as `caev2_tiny_300e_objects365.pth`."""
+those of `30e_objects365`, and the files of only its vision transformer, such as `caev2_tiny_300e_objects365.pth`."""
 
 import copy
 from collections.abc import Mapping

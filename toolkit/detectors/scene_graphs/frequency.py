@@ -1,5 +1,5 @@
 """Frequency of predicates between two classes in the training split, the bias made from it, and the baseline that
-predicts from the frequencies alone (Zellers et al., Neural Motifs, 2018)."""
+predicts only from the frequencies (Zellers et al., Neural Motifs, 2018)."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -133,7 +133,7 @@ def _state_of(description: Description) -> dict[str, Tensor]:
 
 
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
-    """Return the lines of the file with `suffix` beside `path`; without such a file, the known names.
+    """Return the lines of the file with `suffix` next to `path`; without such a file, the known names.
 
     Raises BadInput if the file is not a text in UTF-8, or the numbers of names differ.
     """

@@ -173,8 +173,8 @@ def query_losses(
     theirs: tuple[Tensor, Tensor],
     targets: Sequence[Mapping],
 ) -> dict[str, Tensor]:
-    """Return the losses of predictions: binary cross-entropy of class scores and L1 distance of boxes, between the
-    queries of student and teacher that are matched to the same object.
+    """Return `loss_distill_classes` (binary cross-entropy of class scores) and `loss_distill_boxes` (L1 distance of
+    boxes) between the queries of student and teacher that are matched to the same object.
 
     Sums are divided by the number of boxes in `targets`.
 

@@ -77,7 +77,7 @@ def folded(summary: str, html: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a number with so many decimals; "–" for None and NaN."""
+    """Format a number with `digits` decimals; "–" for None and NaN."""
     return "–" if value is None or value != value else f"{value:.{digits}f}"
 
 
