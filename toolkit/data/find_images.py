@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources
@@ -85,7 +85,9 @@ def find_missing(
     if not isinstance(root, Path):
         return Found(images, root)
     named = [row for row in images if isinstance(row.file_name, str) and not unsafe_file_name(row.file_name)]
-    missing = parallel(lambda row: [] if os.path.exists(root / row.file_name) else [row], named, "looking for images")
+    missing = map_in_threads(
+        lambda row: [] if os.path.exists(root / row.file_name) else [row], named, "looking for images"
+    )
     if not missing:
         return Found(images, root)
     folders = _folders_of_split(layout, base, split)

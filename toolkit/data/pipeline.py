@@ -248,7 +248,7 @@ def _epoch_sampler(
             repeats = _without_empty(table, c.tile_empty, repeats)
         if c.shares:
             strata = table.set_of_image()
-            repeats = set_repeats(strata, max(1, len(table.sets)), c.shares, repeats)
+            repeats = repeats_for_shares(strata, max(1, len(table.sets)), c.shares, repeats)
     rank, world_size = world()
     return EpochSampler(
         len(table),
@@ -432,7 +432,7 @@ def repeat_factors(
     return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
 
 
-def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
+def repeats_for_shares(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
     """Return (len,): how often each image is drawn in an epoch, so that each set has its share of the samples.
 
     An epoch keeps its length, so an image of a large set may be drawn less than once in it.

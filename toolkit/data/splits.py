@@ -149,7 +149,7 @@ def open_splits(
         hold_out = index.tool("hold_out")
         first_on_each_machine(lambda: hold_out(whole, share, reading.get("cache_dir")))
         table, val_table = hold_out(whole, share, reading.get("cache_dir"))
-        say(share_that_came_out(len(val_table), len(whole), share))
+        say(describe_held_out_share(len(val_table), len(whole), share))
     else:
         opening_val = partial(open_split, val, say=say, listing=val_listing, **reading)
         table, val_table = all_faults(opening, opening_val)
@@ -189,7 +189,7 @@ def share_of(source: str | float) -> float | Fold | None:
     return share
 
 
-def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
+def describe_held_out_share(held: int, images: int, share: float | Fold) -> str:
     """Return a sentence that says how many of the images were held out for validation.
 
     It is followed by a warning if their number is far from the share that was asked for.

@@ -20,7 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.data.annotations import TRIPLET_KEYS, Annotations, Reading
-from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel, white_problems, with_16_bits
+from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, map_in_threads, white_problems, with_16_bits
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, largest_value, probe_image, read_image_file
 from toolkit.data.formats.annotated import UNKNOWN_SIZE
@@ -105,7 +105,7 @@ def _copied(name: str, split: str, source: str, reading: Reading) -> tuple[list,
             return largest_value(_encoded(rows[index][columns.image], max_pixels), max_pixels)
 
         look = partial(_look, rows, columns.image, annotations, full, reading)
-        problems += parallel(look, range(len(rows)), "checking images")
+        problems += map_in_threads(look, range(len(rows)), "checking images")
         positions = {image.image_id: index for index, image in enumerate(annotations.images)}
         if full is not None:
             deep = [positions[image.image_id] for image in with_16_bits(annotations.images, problems)]

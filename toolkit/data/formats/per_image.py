@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from toolkit.base.files import without_suffix
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.find_images import find_missing, find_root
 from toolkit.data.formats.annotated import Listing, ParsedImage, rows_of, sorted_classes
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
@@ -143,7 +143,7 @@ class AnnotationFiles:
                 return [(stem, str(error))]
 
         files = list(self.format.files_below(self.layout, folder))
-        return dict(parallel(parse, files, f"reading {folder.name}"))
+        return dict(map_in_threads(parse, files, f"reading {folder.name}"))
 
     def part(
         self,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.annotations import Reading
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.formats.annotated import Listing, ParsedBox, ParsedImage, open_annotated
 from toolkit.data.formats.per_image import (
     AnnotationFiles,
@@ -231,7 +231,7 @@ def _list_of_masks(data_set: DataSet, split: str) -> Path:
 def _with_masks(images: Sequence[ParsedImage], masks: Sequence[Path], reading: Reading) -> Iterator[ParsedImage]:
     """Yield the images with the masks of their boxes, which the pictures `masks` show."""
     read_one = partial(masks_of_objects, max_pixels=reading.max_image_pixels)
-    for image, numbers in zip(images, parallel(read_one, masks, "reading masks"), strict=True):
+    for image, numbers in zip(images, map_in_threads(read_one, masks, "reading masks"), strict=True):
         boxes = []
         for place, box in enumerate(image.boxes, start=1):
             boxes.append(box._replace(segmentation=numbers.of_object(place), mask_fault=numbers.fault))

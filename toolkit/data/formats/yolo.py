@@ -13,7 +13,7 @@ import yaml
 from toolkit.base.errors import BadInput
 from toolkit.base.files import YamlLoader, parse_yaml
 from toolkit.data.annotations import Reading
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.formats import darknet
 from toolkit.data.formats.annotated import Listing, ParsedBox, ParsedImage, open_annotated, rows_of
 from toolkit.data.formats.yolo_pairs import (
@@ -327,7 +327,7 @@ def _read_labels(labels: Sequence[Path | None]) -> dict[Path, list[str]]:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
         return [(path, text.splitlines())]
 
-    return dict(parallel(load, list(filter(None, labels)), "reading labels"))
+    return dict(map_in_threads(load, list(filter(None, labels)), "reading labels"))
 
 
 def _parse_labels(

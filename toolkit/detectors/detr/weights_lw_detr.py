@@ -17,7 +17,7 @@ from toolkit.detectors.detr.weights_rf_detr import (
 from toolkit.models.weights.names import (
     Description,
     Publisher,
-    named,
+    class_names_for,
     pairs,
     renamed,
     required,
@@ -47,7 +47,7 @@ def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
-    classes = named(len(required(state, "class_embed.bias", 1)))
+    classes = class_names_for(len(required(state, "class_embed.bias", 1)))
     queries = query_entries(state)
     resized = dict.fromkeys(("height", "width"), 640)
     result = []

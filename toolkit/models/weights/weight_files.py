@@ -66,7 +66,7 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
             f"known: {KNOWN_PUBLISHERS}. A folder of this toolkit or of transformers is given as a folder"
         )
     try:
-        description, tensors = fitting(publisher, state, path.name)
+        description, tensors = find_description(publisher, state, path.name)
     except IncompleteWeights as error:
         raise BadInput(
             f"model.pretrained {path}: its tensors have the names of {publisher.program}, but it {error}; the file was "
@@ -90,7 +90,9 @@ def publishers() -> Iterator[Publisher]:
     return map(index.load, index.PUBLISHERS)
 
 
-def fitting(publisher: Publisher, state: Mapping[str, Tensor], file: str) -> tuple[Description, dict[str, Tensor]]:
+def find_description(
+    publisher: Publisher, state: Mapping[str, Tensor], file: str
+) -> tuple[Description, dict[str, Tensor]]:
     """Return the description of the detector that has exactly a publisher's tensors, and these under our names.
 
     Args:

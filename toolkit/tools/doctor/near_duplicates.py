@@ -27,7 +27,7 @@ import torch
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder
-from toolkit.data.check_files import parallel, waits_for
+from toolkit.data.check_files import map_in_threads, reading_threads
 from toolkit.data.classes import with_classes
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
@@ -86,11 +86,11 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
         return [_digest_and_thumbnail(table.image_source(table.row(index)), table.white)]
 
     def make() -> dict[str, np.ndarray]:
-        results = parallel(
+        results = map_in_threads(
             read,
             range(len(table)),
             "comparing images",
-            None if root is None else waits_for(root),
+            None if root is None else reading_threads(root),
         )
         thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
         return {

@@ -8,7 +8,7 @@ import numpy as np
 
 from toolkit.evaluation.matches import IOU_THRESHOLDS
 from toolkit.tools.report.charts import BarChart, ChartLine, LineChart, MatrixChart
-from toolkit.tools.report.thresholds import Calibration, Point, ThresholdSweep
+from toolkit.tools.report.thresholds import Calibration, OperatingPoint, ThresholdSweep
 
 AUXILIARY_ENDING = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # of losses of other layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
@@ -182,7 +182,7 @@ def _class_ap_chart(rows, names: Sequence[str]) -> LineChart:
     )
 
 
-def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: Point | None = None) -> LineChart:
+def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: OperatingPoint | None = None) -> LineChart:
     """Return a chart of F1 against score for each of the `sweeps`, by name. best: the point to mark; None: no mark."""
     lines = [ChartLine(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
     marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]

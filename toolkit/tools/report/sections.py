@@ -14,7 +14,7 @@ from toolkit.tools.report.detection_errors import ERROR_KINDS, ERROR_MEANINGS, H
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, folded, number, paragraph, table, under
-from toolkit.tools.report.thresholds import WANTED_PRECISION, Point
+from toolkit.tools.report.thresholds import WANTED_PRECISION, OperatingPoint
 
 MAX_MATRIX_CLASSES = 30  # of a confusion matrix
 MAX_CURVES = 8
@@ -97,7 +97,7 @@ def _class_table(judged: Judgement) -> str:
     return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
 
 
-def _point_cells(point: Point | None) -> list[str]:
+def _point_cells(point: OperatingPoint | None) -> list[str]:
     """Return the threshold, F1, precision and recall as text."""
     if point is None:
         return ["–"] * 4
