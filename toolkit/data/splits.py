@@ -255,7 +255,8 @@ def counted_boxes(counts: Mapping[str, int]) -> str:
 
 
 def notes_of(table: DetectionTable) -> list[str]:
-    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    """Return a line for each set of a table, which must be joined: images, boxes, and the classes that it does not
+    label."""
     lines = []
     for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
         unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]

@@ -47,7 +47,7 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
     """Return the detections of one image sorted by descending score, on the CPU.
 
     Boxes with the label -1, which a scene graph detector gives to boxes without a class, are left out, and so are the
-    pairs that contain them; the other pairs are re-indexed.
+    pairs that contain them and pairs of an object with itself; the others are re-indexed.
     """
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]

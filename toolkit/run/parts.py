@@ -37,9 +37,11 @@ class Part(Protocol):
     ((kind, name), tensor) for all tensors that must be finite.
     """
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state; see the class for the values that it may have."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Restore a state that `state_dict` returned."""
 
 
 class OptimizerPart:

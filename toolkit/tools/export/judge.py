@@ -237,7 +237,7 @@ def latency(predictor: Predictor, table: DetectionTable | None) -> float:
 
 def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
     """Return the bbox AP of a predictor on a data table, in [0, 1], or its segm AP if both have masks; None without a
-    table."""
+    table, 0 if it is undefined."""
     if table is None:
         return None
     row = CocoEvaluator(table).evaluate(predict_table(predictor, table))
