@@ -29,7 +29,7 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
         if error.name != module:  # it is installed, but an import of its own fails
             raise
         raise BadInput(
-            f'{purpose} need {module}, which is not installed: pip install "detection-toolkit[{extra}]"'
+            f'{purpose} need {module}, which is not installed: pip install ".[{extra}]" in the folder of the toolkit'
         ) from error
 
 

@@ -54,7 +54,7 @@ SPLITS = ("train", "val", "test", "valid", "validation", "trainval")
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
-    """Read the settings, run `main(config)` and return the exit code, see docs/design.md.
+    """Read the settings, run `main(config)` and return the exit code, see docs/failures.md.
 
     A mistake of the user, a stop by the NaN guard and a preemption are reported in one message on stderr. Any other
     exception is a defect of the program and is raised.
