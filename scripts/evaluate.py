@@ -5,7 +5,7 @@
     python scripts/evaluate.py runs/detr --expect.bbox_AP 0.55 --tolerance 0.02        # exit code 1 when missed
     python scripts/evaluate.py runs/mine --split test.json --image-dir images          # other data, classes by name
     python scripts/evaluate.py runs/mine --path VOC2007 --split test --format voc      # of another format
-    python scripts/evaluate.py runs/mine --split test-dev.json --save results.json     # COCO results, for a server too
+    python scripts/evaluate.py runs/mine --split test-dev.json --save test-dev_results.json          # for a server
     python scripts/evaluate.py results.json                                            # the metrics of such a file
     python scripts/evaluate.py runs/fold_1 runs/fold_2 runs/fold_3                     # --data.val 1/3, 2/3, 3/3 as one
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model

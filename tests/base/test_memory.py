@@ -1,4 +1,7 @@
-"""A batch for which memory ran out is named, with what to lower."""
+"""A batch for which memory ran out is named, with what to lower; the peak is that of the program itself."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,3 +31,11 @@ def test_long_lists_of_a_batch_are_cut():
 def test_errors_name_the_batches_if_memory_ran_out(error, under_way, raised, words):
     with pytest.raises(raised, match=words), naming_the_batch(lambda: under_way, "lower it"):
         raise error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux keeps both peaks")
+def test_the_peak_is_not_that_of_the_starting_program():
+    large = b"1" * 2**30
+    program = "from toolkit.base.memory import peak_memory_mb; print(peak_memory_mb())"
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert 100 < float(output) < len(large) / 2**20

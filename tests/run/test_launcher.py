@@ -113,7 +113,7 @@ def is_refused(launch: Launch, environment: dict | None = None) -> bool:
 
 def verdicts() -> dict[str, str]:
     """Name, or the beginning of names, of a flag or key -> its verdict, as docs/scaling.md has them."""
-    page = (ROOT / "docs" / "scaling.md").read_text().partition("## What `accelerate launch` is told")[2]
+    page = (ROOT / "docs" / "scaling.md").read_text().partition("## Flags of `accelerate launch`")[2]
     rows = re.findall(r"^\| (`.*?) \| (used|refused) \|", page, re.MULTILINE)
     return {name: verdict for names, verdict in rows for name in re.findall(r"`([^`]+)`", names)}
 

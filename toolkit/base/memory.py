@@ -1,8 +1,10 @@
 """Memory: how much of it was in use, and the error that names a batch for which there was not enough."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
@@ -22,12 +24,15 @@ def peak_memory_mb() -> float:
     """Return the largest memory use so far, in MiB: allocated by torch on the CUDA device, else resident memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
+    if sys.platform == "linux":
+        # `ru_maxrss` is that of the program that started this one, too, where that was larger.
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10
     try:
         import resource
     except ImportError:  # on Windows
         return getattr(psutil.Process().memory_info(), "peak_wset", 0) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
 
 
 def describe_batch(batch: Batch) -> str:

@@ -122,7 +122,8 @@ def open_splits(
     overfit_images: int = 0,
     **reading,
 ) -> tuple[DetectionTable, DetectionTable]:
-    """Open training and validation data with the same classes; their problems are listed in `folder`.
+    """Open training and validation data with the same classes, and report what was recognised and images in both. The
+    problems of each split that is read are listed in `folder/data_problems_<split>.txt`.
 
     Args:
         val: as `train`; or a share or fold (see `share_of`): then this part of the training data is held out.
@@ -148,7 +149,7 @@ def open_splits(
         hold_out = index.tool("hold_out")
         first_on_each_machine(lambda: hold_out(whole, share, reading.get("cache_dir")))
         table, val_table = hold_out(whole, share, reading.get("cache_dir"))
-        say(share_that_came_out(len(val_table), len(whole), share))
+        say(describe_held_out_share(len(val_table), len(whole), share))
     else:
         opening_val = partial(open_split, val, say=say, listing=val_listing, **reading)
         table, val_table = all_faults(opening, opening_val)
@@ -188,7 +189,7 @@ def share_of(source: str | float) -> float | Fold | None:
     return share
 
 
-def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
+def describe_held_out_share(held: int, images: int, share: float | Fold) -> str:
     """Return a sentence that says how many of the images were held out for validation.
 
     It is followed by a warning if their number is far from the share that was asked for.
@@ -254,7 +255,8 @@ def counted_boxes(counts: Mapping[str, int]) -> str:
 
 
 def notes_of(table: DetectionTable) -> list[str]:
-    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    """Return a line for each set of a table, which must be joined: images, boxes, and the classes that it does not
+    label."""
     lines = []
     for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
         unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
@@ -349,7 +351,7 @@ def _image_files(table: DetectionTable) -> set[str]:
 def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str]) -> str:
     """Return a sentence about the images that two splits share, see `shared_images`; "" if they share none.
 
-    names: what the two splits are called in the sentence.
+    names: of the two splits, for the sentence.
     """
     shared = shared_images(first, second)
     if not shared:

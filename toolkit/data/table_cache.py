@@ -181,7 +181,8 @@ def write_table(
 
 @contextlib.contextmanager
 def _temporary(cache_file: Path) -> Iterator[Path]:
-    """Yield a file beside `cache_file` that is removed afterwards; raise BadInput for a disk that cannot be written."""
+    """Yield a file in the folder of `cache_file` that is removed afterwards; raise BadInput for a disk that cannot be
+    written."""
     temporary = None
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +320,8 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
 
 
 def fingerprint_in_cache(cache_file: Path) -> str:
-    """Return the fingerprint of a joined or held-out table that an earlier version of the toolkit wrote; "" if none."""
+    """Return the fingerprint of a joined or held-out table that an earlier version of the toolkit wrote; "" without
+    such a file, or if it is damaged."""
     try:
         info = json.loads(cache_file.read_text(encoding="utf-8"))
         is_whole = info["version"] == TABLE_VERSION and info["digest"] == _digest_of_info(info)

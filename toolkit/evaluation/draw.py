@@ -1,4 +1,4 @@
-"""Drawings of boxes and masks with labels, image grids, and ground truth beside predictions."""
+"""Drawings of boxes and masks with labels, image grids, and ground truth next to predictions."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ MOST_TAGS = 30  # objects in a picture; the tags and thick lines of more would h
 
 @dataclass
 class Mark:
-    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text beside it.
+    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text next to it.
 
-    dashed: draw the lines of the box dashed, and the mask as its outline alone. mask: of the whole image; None: none.
+    dashed: draw the lines of the box dashed, and of the mask only the outline. mask: of the whole image; None: none.
     """
 
     box: Sequence[float]

@@ -1,7 +1,7 @@
 """Detectors by name: the base of their settings, their classes, and `build_detector`.
 
-Each architecture has one dataclass of settings, beside the detector, with the published values. `build_detector` is the
-one place where training, evaluation and prediction build a model.
+Each architecture has one dataclass of settings, in the detector's folder, with the published values. `build_detector`
+is the one place where training, evaluation and prediction build a model.
 """
 
 import inspect

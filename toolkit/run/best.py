@@ -45,6 +45,7 @@ class Best:
 
     @property
     def patience_is_over(self) -> bool:
+        """Whether the last `patience` evaluations have not improved the best value; False without a patience."""
         return self.patience is not None and self.without_better >= self.patience
 
     @property

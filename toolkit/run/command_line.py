@@ -125,9 +125,9 @@ def resolve(
     Args:
         cls: dataclass whose fields are dataclasses, one for each group; the field `model` is a `DetectorOptions`,
             whose class depends on `--model.architecture`.
-        argv: arguments; None: those of the process. If they name data of the user's own, what files say of another
-            data set is left out, see `_leave_out_other_data_set`.
-        default_config: YAML file that applies if no `--config` is given; for data of the user's own the file beside it,
+        argv: arguments; None: those of the process. If they name the user's own data, what files say of another data
+            set is left out, see `_leave_out_other_data_set`.
+        default_config: YAML file that applies if no `--config` is given; for the user's own data the file next to it,
             see `_file_of_script`. What it says of the model is left out for another one, see `_leave_out_other_model`.
         defaults: values by name, such as "run.output_dir", that apply if neither a file nor a flag sets them.
 
@@ -158,8 +158,8 @@ def resolve(
 def _file_of_script(default_config: Path, flags: Layer) -> Layer:
     """Return the settings file of a script that applies without `--config`.
 
-    For data of the user's own it is `own_data.yaml` beside the default, or `own_data_cpu.yaml` where there is no GPU.
-    The network does not decide, although the first of them needs it: a run that is resumed must find the same file.
+    For the user's own data it is `own_data.yaml` next to the default, or `own_data_cpu.yaml` where there is no GPU. The
+    network does not decide, although the first of them needs it: a run that is resumed must find the same file.
     """
     if not _is_own_data(flags):
         return read_file(default_config)

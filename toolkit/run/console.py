@@ -152,7 +152,7 @@ def progress_bar(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
     Args:
         total: optimizer steps of the run.
         initial: optimizer steps that were made before.
-        enabled: False on all processes but the main one, which alone shows the bar.
+        enabled: False on all processes but the main one, so that only it shows the bar.
     """
     visible = enabled and sys.stderr is not None and sys.stderr.isatty()
     return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)

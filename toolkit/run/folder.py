@@ -85,7 +85,7 @@ def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
     Args:
         folder: the run folder.
         is_new: no run has begun in the run folder.
-        is_main: this is the main process, which alone creates and deletes the temporary folder.
+        is_main: this is the main process; only it creates and deletes the temporary folder.
     """
     path = folder if is_new else folder / STAGING
     if is_main and path != folder:

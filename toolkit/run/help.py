@@ -262,7 +262,7 @@ def _first_screen(
 
 
 def _example_commands(default_config: Path | None, width: int) -> list[str]:
-    """Return three commands with what each does: on bundled data, on data of one's own, and on after a kill."""
+    """Return three commands with what each does: on bundled data, on your own data, and continuing after a kill."""
     start = _start_command()
     own_data = None if default_config is None else default_config.with_name("own_data.yaml")
     config = f" --config {shown_path(own_data)}" if own_data is not None and own_data.is_file() else ""
@@ -289,7 +289,7 @@ def _start_command() -> str:
 
 
 def shown_path(path: Path | str) -> str:
-    """Return a path as one types it here: relative to the current folder if it lies below it."""
+    """Return a path as a user would type it: relative to the current folder if it lies below it."""
     path = Path(os.path.abspath(path))
     here = Path.cwd()
     return str(path.relative_to(here) if here in path.parents else path)

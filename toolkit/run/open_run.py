@@ -1,4 +1,4 @@
-"""Opens a finished or unfinished run, and the script of the run, from the run folder alone: for evaluation, prediction,
+"""Opens a finished or unfinished run, and the script of the run, from only the run folder: for evaluation, prediction,
 export and replay."""
 
 import importlib.util

@@ -357,7 +357,7 @@ class Plan:
 
     @property
     def accumulation(self) -> tuple[int, int]:
-        """Micro-batches of an optimizer step, and the first epoch, counted from 0, that accumulates so many."""
+        """Micro-batches of an optimizer step, and the first epoch, counted from 0, that accumulates this many."""
         return self.accumulation_steps, self.accumulate_after_epoch
 
     def take_up_accumulation(self, step: int) -> list[str]:

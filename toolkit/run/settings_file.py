@@ -205,7 +205,7 @@ _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were
 
 
 def _is_own_class(groups: Mapping) -> bool:
-    """Return whether the settings name a detector of one's own, `module:Class`."""
+    """Return whether the settings name a user's own detector, `module:Class`."""
     model = groups.get("model")
     return isinstance(model, dict) and ":" in str(model.get("architecture", ""))
 
@@ -271,6 +271,7 @@ class Change:
 
     @property
     def values(self) -> str:
+        """The name and both values of the setting as text, such as "optim.lr 0.1 -> 0.01"."""
         return f"{self.key} {format_value(self.before)} -> {format_value(self.after)}"
 
     def __str__(self) -> str:

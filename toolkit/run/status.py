@@ -124,6 +124,7 @@ def _write_over(path: Path, text: str) -> bool:
 
 
 def now() -> str:
+    """Return the local time with its offset from UTC, such as "2025-01-31T12:00:00+0100"."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -168,6 +169,8 @@ class RunStatus:
         self.write("running")
 
     def write(self, state: str, reason: str = "") -> None:
+        """Write a state, its reason and `details`, see `write_status`; do nothing before `begin` in a run that resumes,
+        or in another process than the main one."""
         if self.is_main and self.begun:
             reason = reason or describe_ending(self.details.get("ended_by", ()))
             write_status(self.folder, state, reason, **self.details)

@@ -52,7 +52,7 @@ ELSEWHERE = {
 
 
 def stray_word(word: str, before: str, names: Sequence[str]) -> str:
-    """Return the sentence on a word that is the value of no flag. before: the flag and value before it, or ""."""
+    """Return the sentence on a word that belongs to no flag. before: the flag and value before it, or ""."""
     key, equals, value = word.partition("=")
     meant = _meant_settings(key, names)
     if equals and _elsewhere(key):
@@ -71,7 +71,7 @@ def other_name(word: str, names: Sequence[str], prefix: str = "") -> str:
     """Return the end of the sentence on a name that other programs have for a setting, or that is the last part of one;
     "" if it is not known.
 
-    names: the settings that there are. prefix: what is put before their names, "--" for flags.
+    names: the existing settings. prefix: put before their names, "--" for flags.
     """
     if _elsewhere(word):
         return f"; {_elsewhere(word)}"

@@ -251,7 +251,7 @@ def _about(evaluator, detector: str, step: int) -> dict:
 
 
 def _are_boxes(predictions: dict) -> bool:
-    """Return whether the predictions are boxes; a detector of one's own may predict something else."""
+    """Return whether the predictions are boxes; a user's own detector may predict something else."""
     return all({"boxes", "scores", "labels"} <= prediction.keys() for prediction in predictions.values())
 
 

@@ -47,7 +47,7 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str, bool | None, str]:
-    """Return what `run.precision: auto` stands for: (precision, whether TF32 is used, the reason); a collective.
+    """Choose for `run.precision: auto`: return (precision, whether TF32 is used, the reason); a collective.
 
     precision: "no" or "bf16". TF32: None: torch's setting stays. The main process decides for all. The rule depends on
     the machine and the detector, never on a measurement, so that other work of the machine cannot change a result.
@@ -150,7 +150,7 @@ def compile_in_place(module: nn.Module, compile: bool | str, cache_dir: Path | N
         compile: False: nothing is compiled; True: torch's own backend; a name: that backend, such as "aot_eager", which
             compiles no kernels and so shows the captured graphs.
         cache_dir: keeps the compiled kernels, unless TORCHINDUCTOR_CACHE_DIR names a folder; None: torch's own, which
-            is temporary. It must be a folder of this user alone: torch runs what it finds there.
+            is temporary. No other user may write to it, because torch runs what it finds there.
 
     Raises:
         BadInput: torch does not have the backend.

@@ -1,4 +1,5 @@
-"""Parses the command lines of the programs beside training: files and flags in any order, flags named as in training.
+"""Parses the command lines of the programs other than training: files and flags in any order, flags named as in
+training.
 """
 
 import argparse

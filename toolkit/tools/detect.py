@@ -95,6 +95,7 @@ def commands() -> dict[str, Path]:
 
 
 def usage() -> str:
+    """Return the help text of `detect`: its commands, each with the first line of its script."""
     scripts = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
     width = max(map(len, scripts)) + 2
     lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in scripts.items()]
@@ -112,6 +113,7 @@ def version() -> str:
 
 
 def first_line(script: Path) -> str:
+    """Return the first line of a script's docstring; "" if it has none."""
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 

@@ -53,10 +53,11 @@ def open_dataset(
         data set or a local `datasets` folder) the name of the split. With the formats "visual_genome", "vrd", "gqa" and
         "open_images" (`name` is the folder of their files) and "psg" (`name` is psg.json): "train", "val" or "test";
         "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
-        A folder or a CSV file stands for its one split, or its training data, a list (`toolkit.data.joining`) for many.
+        A folder or a CSV file means its one split, or its training data, a list (`toolkit.data.joining`) for many.
     path: folder of any format of `FOLDERS`, or a list of such folders; `source` is then the name of a split.
     format: "auto" finds it by `path`, by `name` or by the suffix of `source`; with `path` "shapes" means "auto".
-    unlisted_classes: what a class that one of several data sets does not list is there: "unknown" or "background".
+    unlisted_classes: how a class that one of several data sets does not list counts there: as "unknown" or as
+    "background".
     classes: new name of each class by its old name; None leaves its boxes out (`toolkit.data.classes.with_classes`).
     classes_must_exist: whether an old name in `classes` that the data lack is an error; False: it is ignored.
     The other arguments are those of `Reading`.
@@ -189,7 +190,7 @@ def _format_of(source: str, name: str | None) -> str:
 class RecognisedFolder:
     """The format and the splits of a folder.
 
-    untried: formats that were not tried any more.
+    untried: formats after `format` in `FOLDERS`, which were not tried.
     """
 
     format: str
@@ -198,10 +199,12 @@ class RecognisedFolder:
 
     @property
     def path(self) -> Path:
+        """The folder."""
         return self.found.folder
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """The names of the splits: train, val, test, then the others."""
         return self.found.names
 
     @cached_property
@@ -226,14 +229,14 @@ class RecognisedFolder:
 
 
 def module_of(format: str) -> ModuleType:
-    """Import the module of a format in `FOLDERS`; the modules of other formats are not imported."""
+    """Import and return the module of a format in `FOLDERS`; other formats are not imported."""
     return importlib.import_module(f"toolkit.data.formats.{FOLDERS[format]}")
 
 
 def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     """Recognise the format and the splits of a folder (or of a single annotation file).
 
-    format: "auto": the first format of `FOLDERS` whose module recognises the folder; a name: this format alone.
+    format: "auto": the first format of `FOLDERS` whose module recognises the folder; a name: only this format.
 
     Raises BadInput: the folder does not exist or has none of the formats; the message says what was looked for.
     """

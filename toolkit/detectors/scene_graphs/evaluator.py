@@ -194,7 +194,7 @@ def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
-    """Return `mR_head@20`, ...: mR@K over the predicates of each group of `predicate_groups` alone. In the strict
+    """Return `mR_head@20`, ...: mR@K over only the predicates of each group of `predicate_groups`. In the strict
     protocol, a group of which no predicate is annotated gets None."""
     row = {}
     for name, labels in groups.items():

@@ -1,4 +1,4 @@
-"""Pictures of scene graphs, with arrows between boxes and the annotated graph beside the predicted one, and the graphs
+"""Pictures of scene graphs, with arrows between boxes and the annotated graph next to the predicted one, and the graphs
 as JSON."""
 
 import json

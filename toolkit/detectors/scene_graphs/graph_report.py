@@ -62,6 +62,7 @@ class GraphReport:
         return self.mode == "predcls"
 
     def as_json(self, predicates) -> dict:
+        """Return the section as JSON values, for report.json. predicates: names of the P predicates."""
         of_predicates = {}
         for name, count, recall in zip(predicates, self.frequency.tolist(), self.recall, strict=True):
             of_predicates[name] = {

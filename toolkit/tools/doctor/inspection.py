@@ -51,7 +51,7 @@ class SplitSummary:
 
     Attributes:
         images, boxes, crowds: their numbers; boxes are without crowds.
-        background: number of images without a box; images with crowd regions alone are among them.
+        background: number of images without a box; images with only crowd regions are among them.
         largest_count: largest number of boxes in an image.
         classes: {name of the class: {"boxes": number, "images": number}}.
         sizes_px: the 5, 25, 50, 75 and 95 % quantiles of the square root of a box's area, in pixels of the images that

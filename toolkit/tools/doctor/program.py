@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import parse_yaml
-from toolkit.data.check_files import depth
+from toolkit.data.check_files import choose_check_depth
 from toolkit.data.classes import check_class_map, class_map_of, describe_class_map, written_class_map
 from toolkit.data.formats import MAX_UNUSED_NAMED, open_dataset, recognise
 from toolkit.data.problem_lines import EXAMPLES, MAX_OF_A_KIND, grouped
@@ -47,7 +47,7 @@ def check_data(options: argparse.Namespace) -> int:
     options.masks |= found_masks
     program, recipe, _ = recipe_for(WITH_MASKS if options.masks else options.script)
     size_hw = pair_hw(options.image_size or size_of_recipe(recipe))
-    decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
+    decoded = all(choose_check_depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     inspection = inspect_tables(tables, size_hw, compare=decoded)
     if Path(program).stem == "train_detr":
         inspection.findings += query_notes(inspection.splits)
@@ -84,7 +84,8 @@ def open_all(
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given.
 
-    say: called with what is recognised. other: options of `open_dataset` that replace those given.
+    say: called with a text on each folder that was recognised. other: options of `open_dataset` that replace those
+    given.
     """
     keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds", "white")
     reading = {key: getattr(options, key) for key in keys}

@@ -35,8 +35,8 @@ class Source:
 
     @property
     def split(self) -> str | None:
-        """The split that the name of the file or folder stands for, such as "train"; for a file whose name stands for
-        none, the split that the name of its folder stands for; None if there is none either."""
+        """The split that the name of the file or folder says, such as "train"; for a file whose name says none, the
+        split that the name of its folder says; None if that says none either."""
         path = Path(self.given).expanduser().absolute()
         of_folder = split_of(path.parent.name) if path.is_file() else None
         return split_in_name(path.name) or of_folder

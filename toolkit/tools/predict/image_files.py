@@ -60,7 +60,7 @@ def find_or_fetch(
 ) -> tuple[dict[Path, Path], dict[Path, str], set[Path]]:
     """Find image files as `find_images` does, and download images from URLs.
 
-    given: files, folders, patterns and URLs; "-" stands for a list of these on the standard input, one per line.
+    given: files, folders, patterns and URLs; "-" means a list of these on the standard input, one per line.
 
     Returns:
         the files as `find_images` returns them, those of URLs included; {URL: error} of the failed downloads; and the

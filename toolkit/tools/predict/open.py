@@ -1,5 +1,5 @@
 """Opens trained detectors: `open_predictor` makes a `Predictor` from any kind of source that
-`toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from the run folder alone.
+`toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from only the run folder.
 """
 
 from collections.abc import Mapping

@@ -205,6 +205,11 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
 
 
 def prediction_summary(document: dict, out: Path) -> str:
+    """Return the text that is printed after a prediction: numbers of images and detections by class, and of unreadable
+    files.
+
+    document: the content of predictions.json. out: the output folder.
+    """
     counts = Counter(detection["category"] for image in document["images"] for detection in image["detections"])
     by_class = ", ".join(f"{count} {shown(name, 40)}" for name, count in counts.most_common())
     written = [f"{path}/" if path.is_dir() else str(path) for path in outputs_in(out)]

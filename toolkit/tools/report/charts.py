@@ -69,7 +69,7 @@ class LineChart:
     Attributes:
         x_range, y_range: ends of the axes; None: they follow from the data.
         log: the y axis is logarithmic.
-        marks: vertical lines, as (x, text beside the line).
+        marks: vertical lines, as (x, text next to the line).
     """
 
     title: str
@@ -82,6 +82,7 @@ class LineChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no line has a point to draw."""
         return not any(len(line.points(self.log)[0]) for line in self.lines)
 
     @property
@@ -90,6 +91,7 @@ class LineChart:
         return 5.2, 3.3 + 0.17 * len(self._in_legend()) / self._columns()
 
     def draw(self, axes) -> None:
+        """Draw the lines, marks and legend into matplotlib's `axes`."""
         if self.log:
             axes.set_yscale("log")
         for line in sorted(self.lines, key=lambda line: line.faint):
@@ -158,13 +160,16 @@ class BarChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there are no bars."""
         return not self.bars
 
     @property
     def size(self) -> tuple[float, float]:
+        """The (width, height) in inches."""
         return 5.2, 0.4 + 0.24 * len(self.bars)
 
     def draw(self, axes) -> None:
+        """Draw the bars into matplotlib's `axes`, the first on top."""
         names, values, texts = zip(*self.bars, strict=True)
         drawn = axes.barh(range(len(names)), values, color=SERIES_COLOURS[0])
         axes.bar_label(drawn, texts, padding=4, color=DIM)
@@ -192,14 +197,17 @@ class MatrixChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether all counts are 0."""
         return not self.matrix.any()
 
     @property
     def size(self) -> tuple[float, float]:
+        """The (width, height) in inches."""
         rows, columns = self.matrix.shape
         return 2.5 + 0.4 * columns, 2.0 + 0.3 * rows
 
     def draw(self, axes) -> None:
+        """Draw the cells that are not 0, with their counts, into matplotlib's `axes`."""
         cells = np.argwhere(self.matrix)
         counts = self.matrix[tuple(cells.T)]
         totals = self.matrix.sum(axis=1)[cells[:, 0]]

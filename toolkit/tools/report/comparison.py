@@ -151,6 +151,7 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 
 
 def verdict(c: Comparison) -> str:
+    """Return an HTML table that says for each headline metric how far each detector differs from the first."""
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in HEADLINES]
     text = (
         f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
@@ -172,6 +173,7 @@ def _precisions_apart(c: Comparison) -> str:
 
 
 def numbers_side_by_side(c: Comparison) -> str:
+    """Return an HTML table of all metrics with a column for each detector, and charts of them."""
     rows = _rows_of_metrics(c, "boxes", "masks")
     if any(j.matches.by_mask for j in c.judged):
         rows.append(("the rest by", *("masks" if j.matches.by_mask else "boxes" for j in c.judged)))
@@ -214,6 +216,7 @@ def _curves_by_iou(c: Comparison) -> dict[str, np.ndarray]:
 
 
 def differences(c: Comparison) -> str:
+    """Return an HTML table of all differences from the first detector, with their 95 % intervals in percent points."""
     rows = []
     for d in c.differences:
         points = (f"{value * 100:+.2f}" for value in (d.value, d.low, d.high))
@@ -226,6 +229,8 @@ def differences(c: Comparison) -> str:
 
 
 def seeds(c: Comparison) -> str:
+    """Return HTML with mean and standard deviation of the metrics of runs that differ only in their seed; "" if there
+    are none."""
     parts = []
     for names, values in c.groups.items():
         rows = [(metric, f"{mean:.4f}", f"{spread:.4f}") for metric, (mean, spread) in values.items()]
@@ -259,6 +264,7 @@ def classes(c: Comparison) -> str:
 
 
 def changed(c: Comparison, maker: PictureMaker) -> str:
+    """Return HTML with the images that differ most between the first and the last detector; "" if none can be shown."""
     pair = (c.judged[0], c.judged[-1])
     shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
     return LEGEND_OF_IMAGES + shown if shown else ""

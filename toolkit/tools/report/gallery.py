@@ -137,6 +137,7 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
 
 
 def images(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with the images of the lowest and of the highest F1."""
     counts = judged.image_counts
     f1 = judged.image_f1
     with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
@@ -178,6 +179,7 @@ def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = 
 
 
 def mistakes(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with wrong predictions of each kind, those with the highest scores, and the largest missed boxes."""
     m = judged.matches
     parts = {}
     for kind in ERROR_KINDS[:-1]:
@@ -216,6 +218,7 @@ def _missed(judged: Judgement, maker: PictureMaker, row: int) -> str:
 
 
 def annotation_mistakes(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with the boxes that may be annotated wrongly, as numbers, pictures and a list; "" without any."""
     if not judged.suspects:
         return ""
     by_kind = {kind: [suspect for suspect in judged.suspects if suspect.kind == kind] for kind in SUSPICIONS}

@@ -17,7 +17,7 @@ from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.detection_errors import strata, tide_errors
 from toolkit.tools.report.suspects import Suspect, suspects
-from toolkit.tools.report.thresholds import WANTED_PRECISION, Point, calibration, confusion_matrix, sweep
+from toolkit.tools.report.thresholds import WANTED_PRECISION, OperatingPoint, calibration, confusion_matrix, sweep
 
 
 class Judgement:
@@ -194,7 +194,7 @@ def as_json(judged: Judgement) -> dict:
     return content
 
 
-def _classes_as_json(judged: Judgement, best: Sequence[Point | None]) -> dict[str, dict]:
+def _classes_as_json(judged: Judgement, best: Sequence[OperatingPoint | None]) -> dict[str, dict]:
     """Return the numbers of each class by its name. best: the point of the best F1 of each class."""
     classes = {}
     for k, name in enumerate(judged.matches.class_names):
@@ -216,7 +216,7 @@ def _by_iou(values: np.ndarray) -> dict[str, float]:
     return dict(zip((f"{iou:.2f}" for iou in IOU_THRESHOLDS), values.tolist(), strict=True))
 
 
-def _point_as_json(point: Point | None) -> dict | None:
+def _point_as_json(point: OperatingPoint | None) -> dict | None:
     return None if point is None else asdict(point)
 
 

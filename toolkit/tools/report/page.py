@@ -56,15 +56,18 @@ class Html(str):
 
 
 def paragraph(text: str, css: str = "") -> str:
+    """Return an HTML paragraph with this text, which is escaped. css: name of its class."""
     return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
 
 
 def charts(of: Sequence[Chart]) -> str:
+    """Return the charts as HTML, side by side; "" if all are empty."""
     shown = "".join(map(svg, of))
     return f"<div class=charts>{shown}</div>" if shown else ""
 
 
 def pictures(parts: Sequence[str]) -> str:
+    """Return the HTML of pictures, side by side; "" if all are ""."""
     shown = [part for part in parts if part]
     return f"<div class=pictures>{''.join(shown)}</div>" if shown else ""
 
@@ -75,12 +78,15 @@ def under(heading: str, html: str) -> str:
 
 
 def folded(summary: str, html: str) -> str:
+    """Return `html` folded below a summary, which is escaped; "" if `html` is empty."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
 def number(value: float | None, digits: int = 3) -> str:
+    """Format a number with `digits` decimals; "–" for None and NaN."""
     return "–" if value is None or value != value else f"{value:.{digits}f}"
 
 
 def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    """Format a number, followed by the (low, high) ends of its interval if there is one."""
     return number(value) if interval is None else f"{number(value)} ({number(interval[0])} to {number(interval[1])})"

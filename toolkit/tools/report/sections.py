@@ -14,7 +14,7 @@ from toolkit.tools.report.detection_errors import ERROR_KINDS, ERROR_MEANINGS, H
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, folded, number, paragraph, table, under
-from toolkit.tools.report.thresholds import WANTED_PRECISION, Point, threshold_text
+from toolkit.tools.report.thresholds import WANTED_PRECISION, OperatingPoint, threshold_text
 
 MAX_MATRIX_CLASSES = 30  # of a confusion matrix
 MAX_CURVES = 8
@@ -27,6 +27,7 @@ RELATION_HEADLINES = {
 
 
 def summary_cards(judged: Judgement) -> str:
+    """Return HTML cards with the headline metrics: of relations first, then of boxes and masks, if they were found."""
     cards = _relation_cards(judged)
     if not judged.boxes_given:
         cards += _detection_cards(judged)
@@ -80,6 +81,7 @@ def _interval_words(judged: Judgement, name: str) -> str:
 
 
 def advice(suggestions: list[Advice]) -> str:
+    """Return HTML with a card for each suggestion."""
     return "".join(
         f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p>"
         f"{f'<pre>{_flags(a.command)}</pre>' if a.command else ''}</div>"
@@ -93,6 +95,7 @@ def _flags(text: str) -> str:
 
 
 def numbers_table(judged: Judgement) -> str:
+    """Return HTML with a table of all metrics and their intervals, AP against IoU, and a table of the classes."""
     rows = []
     for metric in metrics_of([judged.row], "boxes", "masks", "voc"):
         low_high = _low_high(judged.intervals.get(metric.title))  # of VOC's there is none
@@ -126,7 +129,7 @@ def _class_table(judged: Judgement) -> str:
     return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
 
 
-def _point_cells(point: Point | None) -> list[str]:
+def _point_cells(point: OperatingPoint | None) -> list[str]:
     """Return the threshold, F1, precision and recall as text."""
     if point is None:
         return ["–"] * 4
@@ -134,6 +137,7 @@ def _point_cells(point: Point | None) -> list[str]:
 
 
 def thresholds(judged: Judgement) -> str:
+    """Return HTML with a table of recommended score thresholds, and charts of precision, recall, F1 and calibration."""
     overall = judged.overall
     if overall.best is None:
         return paragraph(f"No prediction finds a box at {judged.iou} 0.5, so a threshold cannot be chosen.")
@@ -159,9 +163,9 @@ def thresholds(judged: Judgement) -> str:
     return table(["wanted", "threshold", "precision", "recall", "F1"], rows) + paragraph(words, "dim") + charts(parts)
 
 
-def _points_by_precision(judged: Judgement) -> dict[str, Point | None]:
+def _points_by_precision(judged: Judgement) -> dict[str, OperatingPoint | None]:
     """Return the points of the wanted precisions by a name; wanted precisions with the same point have one name."""
-    names: dict[Point | None, list[float]] = {}
+    names: dict[OperatingPoint | None, list[float]] = {}
     for wanted in WANTED_PRECISION:
         names.setdefault(judged.overall.at_precision(wanted), []).append(wanted)
     points = {}
@@ -179,6 +183,8 @@ def _curve_classes(judged: Judgement) -> list[int]:
 
 
 def confusion(judged: Judgement) -> str:
+    """Return HTML with the confusion matrix, of at most `MAX_MATRIX_CLASSES` classes, and the pairs most often
+    confused."""
     matrix = judged.matrix
     names = list(judged.matches.class_names)
     k = len(names)
@@ -213,6 +219,7 @@ def confusion(judged: Judgement) -> str:
 
 
 def errors(judged: Judgement) -> str:
+    """Return HTML with the AP50 that each kind of mistake costs, and the recall by group of objects."""
     e = judged.errors
     counts = {kind: len(e.of(kind)) for kind in ERROR_KINDS} | {"missed": int(e.missed.sum())}
     bars = [(kind, cost, f"{cost:.3f}") for kind, cost in e.cost.items()]  # those of KINDS, then the special ones
@@ -252,10 +259,12 @@ def _strata(judged: Judgement) -> str:
 
 
 def training(run: RunFacts) -> str:
+    """Return HTML with the charts of the training; "" without any."""
     groups = figures.training_charts(run.rows)
     return "".join(under(heading, charts(group)) for heading, group in groups.items())
 
 
 def settings_and_environment(run: RunFacts) -> str:
+    """Return HTML with the settings and the environment of a run, folded; "" without both."""
     texts = {f"Settings ({run.config_name})": run.config_text, "Environment": run.environment_text}
     return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)
