@@ -134,7 +134,7 @@ def test_run_folder_says_what_was_run(launched):
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
     assert status["ended_by"] == ["run.max_steps"]
     assert f"{status['reason']}, at step 4" in text
-    assert f"state done, reason {status['reason']}" in (folder / "report" / "README.md").read_text()
+    assert "Finished after 4 steps (run.max_steps)." in (folder / "report" / "README.md").read_text()
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["processes"] == 1
     assert {"torch", "transformers"} <= environment["packages"].keys()

@@ -27,6 +27,12 @@ STALLED_S = 30.0  # seconds of waiting for a disk before a message
 _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
 
+def from_here(path: Path) -> str:
+    """Return a path as text for a command: relative to the current folder if it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def near_names(path: Path) -> str:
     """Return the end of a message about a path that does not exist: "; did you mean ...?" with up to 3 similar names.
 

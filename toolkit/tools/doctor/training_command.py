@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.base.distributed import default_device
-from toolkit.base.files import ROOT, parse_yaml
+from toolkit.base.files import ROOT, from_here, parse_yaml
 from toolkit.data.layout import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 
@@ -211,7 +211,5 @@ def recipe_for(asked: str | None) -> tuple[str, str, str]:
     config = small if why and small.is_file() else folder / "own_data.yaml"
     if config != small:
         why = "trained weights are downloaded once"
-    here = Path.cwd()
-    files = [ROOT / "scripts" / f"{script}.py", config]
-    program, recipe = (str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files)
-    return program, recipe, why
+    program = ROOT / "scripts" / f"{script}.py"
+    return from_here(program), from_here(config), why

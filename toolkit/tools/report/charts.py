@@ -17,6 +17,7 @@ PALETTE = dict(re.findall(r"--(\w+):(#\w{6})", STYLE.partition("}")[0]))  # name
 SERIES_COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
 INK, DIM, GRID = PALETTE["fg"], PALETTE["dim"], PALETTE["line"]
 MAX_POINTS = 300  # of a line
+LETTER_PX = 7.5  # width of a letter, as a browser shows it
 LONG_NUMBER = re.compile(r"(?<!: )\b\d+\.\d+")  # coordinates, not a style
 # In matplotlib's SVG: a style for all of the page, its font, sizes, names that nothing refers to, turns by nothing, and
 # the "L" that a path repeats.
@@ -174,7 +175,12 @@ class BarChart:
         axes.bar_label(drawn, texts, padding=4, color=DIM)
         axes.set_yticks(range(len(names)), map(in_plot, names))
         axes.set_xticks([])
-        axes.set_xlim(0, 1.15 * max(self.most or max(values), 1e-12))
+        # Room for the text behind the longest bar.
+        of_names = LETTER_PX * max(map(len, names))
+        of_texts = LETTER_PX * (1 + max(map(len, texts)))
+        bars_px = max(0.9 * 96 * self.size[0] - of_names, 2 * of_texts)
+        most = max(self.most or max(values), 1e-12)
+        axes.set_xlim(0, most * bars_px / (bars_px - of_texts))
         axes.invert_yaxis()
 
 

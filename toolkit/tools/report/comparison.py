@@ -12,10 +12,11 @@ from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.tools.report import figures
 from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
 from toolkit.tools.report.detection_errors import ERROR_KINDS
-from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
+from toolkit.tools.report.gallery import LEGEND_OF_IMAGES, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 from toolkit.tools.report.sections import HEADLINES
+from toolkit.tools.report.thresholds import threshold_text
 
 MAX_TABLE_CLASSES = 100  # in the table
 COMPARED_RECALLS = ("R@50", "R@100", "mR@50", "mR@100")  # of relations, in the table
@@ -178,7 +179,7 @@ def numbers_side_by_side(c: Comparison) -> str:
         rows.append(("the rest by", *("masks" if j.matches.by_mask else "boxes" for j in c.judged)))
     rows += _rows_of_metrics(c, "voc")
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
-    rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
+    rows.append(("threshold of it", *(threshold_text(j.threshold) for j in c.judged)))
     precisions = [j.about.get("precision") for j in c.judged]
     if any(precisions):
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
@@ -266,4 +267,4 @@ def changed(c: Comparison, maker: PictureMaker) -> str:
     """Return HTML with the images that differ most between the first and the last detector; "" if none can be shown."""
     pair = (c.judged[0], c.judged[-1])
     shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
-    return LEGEND + shown if shown else ""
+    return LEGEND_OF_IMAGES + shown if shown else ""

@@ -113,6 +113,11 @@ class Judgement:
         return row
 
     @property
+    def boxes_given(self) -> bool:
+        """Whether the detector was given the annotated boxes (predcls, sgcls), so that finding them is no merit."""
+        return self.graphs is not None and self.graphs.boxes_given
+
+    @property
     def iou(self) -> str:
         """The words for what `matches` were matched by, such as "IoU of masks"."""
         return "IoU of masks" if self.matches.by_mask else "IoU"

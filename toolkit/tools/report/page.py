@@ -10,8 +10,14 @@ from toolkit.tools.report.style import STYLE
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser makes no requests
 
 
-def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """Return the text of an HTML page. sections: (id, heading, HTML) of each; sections without HTML are left out."""
+def page(title: str, subtitles: Sequence[str], sections: Sequence[tuple[str, str, str]]) -> str:
+    """Return the text of an HTML page.
+
+    Args:
+        subtitles: lines below the title.
+        sections: (id, heading, HTML) of each; sections without HTML are left out.
+    """
+    below = "".join(paragraph(line, "dim") for line in subtitles)
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
     body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
@@ -20,7 +26,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) ->
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<link rel=icon href="data:,"><style>{STYLE}</style></head>\n'
-        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p></header>"
+        f"<body><header><h1>{escape(title)}</h1>{below}</header>"
         f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n"
     )
 

@@ -64,6 +64,12 @@ class OperatingPoint:
     f1: float
 
 
+def threshold_text(threshold: float) -> str:
+    """Format a score threshold with three digits, or with more if it would become 0 or 1 by that."""
+    text = f"{threshold:.3f}"
+    return f"{threshold:g}" if text in ("0.000", "1.000") else text
+
+
 def sweep(matches: Matches, label: int | None = None) -> ThresholdSweep:
     """Compute precision, recall and F1 against the score for the class `label`; None: for all classes together."""
     rows = matches.order
