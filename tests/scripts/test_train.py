@@ -245,7 +245,7 @@ def test_minutes_become_steps_once(server, script, settings, tmp_path):
     ended = server.run(script, args).ok()
     assert ended.status["ended_by"] == ["run.max_minutes"]
     step = ended.trained[-1]
-    assert f"training takes {step} steps" in ended.text
+    assert f"planned length: {step} steps" in ended.text
     latest = ended.folder / "checkpoints" / "latest"
     plan = checkpoint_state(latest)["parts"]["plan"]
     assert plan["total_steps"] == plan["budget"]["total_steps"] == step

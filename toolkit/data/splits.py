@@ -155,10 +155,13 @@ def open_splits(
         val_table = _in_classes_of(table, val_table, reading)
         _warn_of_overlap(table, val_table, ("the training data", "the validation data"), say)
     check_same_classes(table, val_table)
-    table = table.head(max_train_images or len(table))
+    if max_train_images and max_train_images < len(table):
+        say(f"data.max_train_images: the first {max_train_images} of {len(table)} training images are used")
+        table = table.head(max_train_images)
     if overfit_images:
         table = table.head(overfit_images)
         val_table = table
+        say(f"data.overfit_batches: the first {len(table)} training images are both trained and evaluated on")
     return table, val_table
 
 

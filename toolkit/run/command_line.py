@@ -90,6 +90,8 @@ def _run_and_report(main: Callable, cls: type, default_config: Path | None, argv
             message = error.untold() if isinstance(error, BadInput) else str(error)
             if message:
                 print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+            elif rank == "0":  # printed before the data were checked
+                print("This run did not start: the error above says why.", file=sys.stderr, flush=True)
             return error.exit_code
         return 0
 

@@ -139,6 +139,7 @@ def note_step(t: Any, window: TrainingWindow) -> None:
         noted,
         ends_epoch=t.epoch_is_over,
         seconds_left=t.plan.seconds_left,
+        is_length_known=t.plan.is_length_known,
     )
     if t.epoch_is_over or t.step >= t.plan.total_steps:
         t.log.log_epoch(t.step, epoch)

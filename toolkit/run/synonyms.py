@@ -29,6 +29,7 @@ SYNONYMS = {
     "run.precision": "amp bf16 fp16 half mixed_precision",
     "run.save_every": "save_interval save_period save_steps",
     "run.tracker": "logger report_to wandb",
+    "score-threshold": "conf conf_thres confidence score_thr",  # a flag of predict.py
     "schedule.milestones": "lr_drop lr_steps",
     "schedule.name": "lr_scheduler lr_scheduler_type scheduler",
     "schedule.warmup_steps": "warmup warmup_epochs warmup_iters",

@@ -195,3 +195,7 @@ def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> 
     listed = f" {', '.join(choices)}" if show else ""
     print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":  # python -m toolkit.tools.detect
+    sys.exit(main())
