@@ -76,7 +76,7 @@ REFUSED = (
     ),
     ("predict run --out o --classes cat a.jpg", "no images", "--classes took cat, a.jpg: put the images before it"),
     ("predict run a.jpg --out o --thrust", "--thrust: no such flag; did you mean --trust?", ""),
-    ("predict run a.jpg --out o --conf 0.5", "--conf: no such flag; did you mean --score-threshold?", ""),
+    ("evaluate run --dataset d", "--dataset: no such flag; did you mean --data.path?", ""),
     ("evaluate run --device cuda", "--device: no such flag; there is nothing to set: a GPU is used", ""),
     ("convert a b c --to voc", "c: not expected here; put quotes around a name with spaces", ""),
     ("export --out o --formats onnx run", "invalid choice: 'run'", f"--formats {BEFORE.format('model')}"),

@@ -49,7 +49,7 @@ class Progress:
         return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
 
     def __str__(self) -> str:
-        """Return "epoch K  step I/N", with the epoch counted from 1 and N the steps of the whole run, if it is known."""
+        """Return "epoch K  step I/N", with the epoch counted from 1 and N the steps of the whole run if it is known."""
         total = f"/{self.total_steps}" if self.is_length_known else ""
         return f"epoch {self.epoch + 1}  step {self.step}{total}"
 

@@ -97,7 +97,7 @@ def _follow_up(t: Any, window: TrainingWindow) -> None:
     if not t.check.end():
         if window.is_unscaled:
             forget_unscaling(t.accelerator.scaler)
-        _warn_once(t, "passed over", "the loop passed over a window without an update; the data go on behind it")
+        _warn_once(t, "passed over", "the loop made no update in a window; the run goes on with the data after it")
         return
     if t.step == window.step:  # the script updates the weights by itself, `t.without("update")`
         count_update(t)

@@ -486,8 +486,8 @@ def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -
         )
     if total_steps < steps_per_epoch:
         warnings["epoch"] = (
-            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, so some images are "
-            "never seen: train longer"
+            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, so some images "
+            "are never seen: train longer"
         )
     return warnings
 

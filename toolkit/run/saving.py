@@ -155,7 +155,7 @@ def _take_up_links(t, checkpoint: Checkpoint) -> list[str]:
         return []
     best.value = None
     best.step = -1
-    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
+    return [f"the best metric starts anew: its checkpoint (step {step}) is gone or damaged"]
 
 
 def _check_classes(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:

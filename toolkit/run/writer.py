@@ -355,7 +355,7 @@ class _Feed:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             warnings.warn(
                 f"The tracker {self.tracker.name} failed and is switched off ({reason}). Training goes on; "
-                f"{self.folder}/metrics.jsonl has every row, {ERRORS_FILE} the traceback.",
+                f"{self.folder}/metrics.jsonl has every row, and {ERRORS_FILE} the traceback.",
                 stacklevel=4,
             )
 

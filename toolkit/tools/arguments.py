@@ -29,8 +29,7 @@ class ShortUsage(argparse.RawDescriptionHelpFormatter):
         return "\n\n".join(block if block.startswith(" ") else textwrap.fill(block, width) for block in blocks)
 
     def _format_action_invocation(self, action) -> str:
-        """Return the names of a flag and then its value once, as Python 3.13 does: `--format, --data.format {auto,...}`.
-        """
+        """Return the names of a flag and then its value once, as Python 3.13 does: `--format, --data.format {a,b}`."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
