@@ -61,8 +61,8 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
             )
         some = ", ".join(list(state)[:3])
         raise BadInput(
-            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) do not have the names of a known publisher "
-            f"({KNOWN_PUBLISHERS}). A folder of this toolkit or of transformers is given as a folder"
+            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) do not have the names of a known "
+            f"publisher ({KNOWN_PUBLISHERS}). A folder of this toolkit or of transformers is given as a folder"
         )
     try:
         description, tensors = fitting(publisher, state, path.name)
