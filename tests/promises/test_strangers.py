@@ -363,7 +363,7 @@ def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
 @pytest.mark.parametrize("about", ['"max_detections": Infinity', '"score_threshold": 1' + "0" * 400])
 def test_numbers_beyond_all_bounds_in_an_exported_file_are_one_sentence(about):
     text = f'{{"categories": [], "size": null, "score_threshold": 0.3, {about}}}'
-    with pytest.raises(BadInput, match="model.onnx: it does not say what its classes and sizes are"):
+    with pytest.raises(BadInput, match="model.onnx: it does not hold its classes and image size"):
         ExportMetadata.from_text(text, "model.onnx")
 
 

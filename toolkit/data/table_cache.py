@@ -105,7 +105,7 @@ def file_digest(file: Path) -> bytes:
     try:
         mode = os.stat(file).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
-            raise BadInput(f"{file}: not a file but a pipe or a device; it is read twice, so give a file")
+            raise BadInput(f"{file}: not a file but a pipe or a device, which cannot be read twice; give a file")
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, hashlib.blake2b).digest()
     except FileNotFoundError as error:

@@ -243,7 +243,7 @@ class RunWriter:
         if self._is_main:
             if not self._metrics.path.exists():  # writing to a file that was removed is not an error for the system
                 raise BadInput(
-                    f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on goes on "
+                    f"{self._metrics.path} was removed while the run wrote to it. Later checkpoints can be resumed "
                     "with --run.resume latest; the rows so far are lost."
                 )
             self._metrics.write(row)
