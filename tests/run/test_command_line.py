@@ -181,6 +181,14 @@ def test_settings_that_are_not_utf_8_are_refused():
         parse_config(Config, ["--run.name", "a\udcff"])
 
 
+def test_errors_that_were_printed_before_are_not_printed_again(capsys):
+    error = BadInput(["a: gone", "b: gone"])
+    error.told = ["a: gone"]
+    assert said_by_all(error, capsys)[0] == "error: b: gone\n"
+    error.told = error.problems
+    assert said_by_all(error, capsys)[0] == "This run cannot start: see above.\n"
+
+
 def test_a_launcher_is_said_to_print_a_traceback_of_its_own(monkeypatch, capsys):
     assert "traceback" not in said(["--lr", "1"], capsys)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

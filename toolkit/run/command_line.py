@@ -92,7 +92,7 @@ def _run_and_report(main: Callable, cls: type, default_config: Path | None, argv
             if message:
                 print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
             elif rank == "0":  # printed before the data were checked
-                print("This run cannot start: the error above says why.", file=sys.stderr, flush=True)
+                print("This run cannot start: see above.", file=sys.stderr, flush=True)
             if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
                 print(ABOUT_TRACEBACK, file=sys.stderr, flush=True)
             return error.exit_code
