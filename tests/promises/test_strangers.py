@@ -404,16 +404,16 @@ def write_onnx(path: Path, of_input: str, outputs: tuple, metadata: str) -> None
             "images",
             (1, 1, 1),
             {"size": {"height": 10**9, "width": 1}},
-            "does not say what its classes and sizes are",
+            "does not hold its classes and image size",
         ),
         (
             "images",
             (1, 1, 1),
             {"size": {"height": 8}},
-            "does not say what its classes and sizes are",
+            "does not hold its classes and image size",
         ),
-        ("images", (1, 1, 1), {"categories": [3]}, "does not say what"),
-        ("images", (1, 1, 1), None, "does not say"),
+        ("images", (1, 1, 1), {"categories": [3]}, "does not hold its classes"),
+        ("images", (1, 1, 1), None, "does not hold its classes"),
     ],
 )
 def test_an_onnx_file_with_our_metadata_and_another_graph_is_one_sentence(
