@@ -676,7 +676,7 @@ def test_brush_masks_are_objects_where_asked_for(tmp_path, capsys):
     check_not_empty(objects, is_allowed=False)
     ignored = opened(folder)  # the cache keeps the two apart
     assert counts_of(ignored) == {"images": 2, "boxes": 0, "crowd_regions": 2}
-    with pytest.raises(BadInput, match="2 of them have crowd regions alone. .* --data.crowds objects"):
+    with pytest.raises(BadInput, match="2 of them have only crowd regions. .* --data.crowds objects"):
         check_not_empty(ignored, is_allowed=False)
     assert check_data.main([str(folder), "--masks"]) == 2
     assert "accelerate launch" not in capsys.readouterr().out

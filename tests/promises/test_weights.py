@@ -764,10 +764,10 @@ def test_wrappers_of_tensors_are_taken_off_and_objects_refused(tmp_path):
     saved({"model": {f"module.{name}": value for name, value in state.items()}}, path)
     assert_close(read_state(path), state, rtol=0, atol=0)
     saved({"model": state, "args": Category(1, "a")}, path)
-    with pytest.raises(BadInput, match="objects beside tensors"):
+    with pytest.raises(BadInput, match="other objects than tensors"):
         read_state(path)
     saved({"layer.weight": torch.zeros(2)}, path)
-    with pytest.raises(BadInput, match="names of no publisher"):
+    with pytest.raises(BadInput, match="do not have the names of a known publisher"):
         open_published_weights(path)
 
 

@@ -16,8 +16,8 @@ _ADVICE = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n`), or lower data.workers"),
     errno.ENAMETOOLONG: "give a shorter name",
     errno.EEXIST: "a file is where a folder would be written; remove it, or give another place",
-    errno.EFBIG: "that file system or `ulimit -f` takes no larger files; give another place",
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
+    errno.EFBIG: "that file system or `ulimit -f` does not allow larger files; give another place",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; check it"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
 }
 # The message of `Path.expanduser` and `Path.home`, without the path.
@@ -128,7 +128,7 @@ def explain_error(error: Exception) -> BadInput | None:
         reason = str(error).partition("\n")[0]
         return BadInput(
             f"out of memory: {reason}\nLower --data.batch_size_per_device and raise --optim.accumulation_steps by the "
-            "same factor; in an evaluation, lower --eval.batch_size_per_device. `nvidia-smi` tells whether another "
+            "same factor; in an evaluation, lower --eval.batch_size_per_device. `nvidia-smi` shows whether another "
             "program holds memory of the device."
         )
     if isinstance(error, RuntimeError) and _NO_HOME in str(error):

@@ -51,7 +51,7 @@ def near_names(path: Path) -> str:
     stem = without_suffix(name)  # an equal suffix alone does not make a name similar
     similar = [other for other in names if did_you_mean(stem, [without_suffix(other)])]
     more = ", ..." if len(names) > 5 else ""
-    listed = f"{given}{os.sep} has {', '.join(names[:5])}{more}" if names else ""
+    listed = f"{given}{os.sep} contains {', '.join(names[:5])}{more}" if names else ""
     return did_you_mean(name, similar, otherwise=listed, written=lambda near: str(given / near), most=3)
 
 
@@ -156,7 +156,18 @@ def read_yaml(path: Path, where: str, what: str = "YAML"):
     except OSError as error:
         raise BadInput(f"{where}: cannot be read as {what}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"{where}: cannot be read as {what}: {error}") from error
+        raise BadInput(f"{where}: cannot be read as {what}: {_yaml_fault(error)}") from error
+
+
+def _yaml_fault(error: Exception) -> str:
+    """Return what is wrong with a YAML file, its line and column, and that line with a mark below it."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error)
+    begun = error.context_mark
+    context = f" ({error.context} of line {begun.line + 1})" if begun is not None and error.context else ""
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    return f"{place}: {error.problem}{context}\n{mark.get_snippet() or ''}".rstrip()
 
 
 class YamlLoader(yaml.SafeLoader):

@@ -128,7 +128,7 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool, weig
     faults = []
     if mixup and not detector.weighs_boxes:
         faults.append(
-            f"data.mixup: the losses of {name} do not weigh boxes by their image's share; leave it out, or use "
+            f"data.mixup: the losses of {name} do not weight boxes by their image's share; leave it out, or use "
             "data.mosaic"
         )
     if partly_labelled and not detector.masks_unlabelled:
@@ -139,7 +139,7 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool, weig
     if weighs_classes and not detector.weighs_classes:
         graphs = "; predicates have model.rare_predicate_power" if hasattr(detector, "predicates") else ""
         faults.append(
-            f"loss.class_weights: the losses of {name} do not weigh classes; leave it out, or use "
+            f"loss.class_weights: the losses of {name} do not weight classes; leave it out, or use "
             f"data.repeat_factor, which shows images with rare classes more often{graphs}"
         )
     if faults:

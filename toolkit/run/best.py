@@ -92,7 +92,7 @@ class Best:
         before = state["metric"]
         if before != self.metric:
             self.forget()
-            return [f"best metric starts anew: it was {before}, now {self.metric}"]
+            return [f"the best metric starts anew: it was {before}, and is now {self.metric}"]
         for name in _STATE:
             setattr(self, name, state[name])
         return []

@@ -47,6 +47,7 @@ from toolkit.run.settings_check import check, family_of, nearest_architecture
 Config = TypeVar("Config")
 
 SHOW_ALL = "`--help all` lists every setting with its type."
+ABOUT_TRACEBACK = "A traceback below this line is of `accelerate launch`; `python` in its place prints none."
 # Settings that say which data set it is; those of a file do not go with another `data.path`.
 DATA_SET = ("data.train", "data.shares", "data.val", "data.image_dir", "data.format", "data.name")
 # What a flag may say of training and validation data that is the name of a split, even beside a folder called so.
@@ -90,6 +91,10 @@ def _run_and_report(main: Callable, cls: type, default_config: Path | None, argv
             message = error.untold() if isinstance(error, BadInput) else str(error)
             if message:
                 print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+            elif rank == "0":  # printed before the data were checked
+                print("This run cannot start: see above.", file=sys.stderr, flush=True)
+            if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+                print(ABOUT_TRACEBACK, file=sys.stderr, flush=True)
             return error.exit_code
         return 0
 
@@ -236,7 +241,7 @@ def _leave_out_other_data_set(files: Sequence[Layer], flags: Layer) -> None:
         for name in names:
             del layer.values[name]
         if len(names) > 1 and os.environ.get("RANK", "0") == "0":
-            told = f"{layer.where}: {', '.join(names)} are of its own data set, and not used with yours"
+            told = f"{layer.where}: {', '.join(names)} belong to its own data set and are not used with yours"
             print(told, file=sys.stderr)
 
 

@@ -210,7 +210,7 @@ def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[
         note_traceback(folder, what)
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         where = folder / ERRORS_FILE
-        say(f"warning: {what} failed, and the run goes on without ({reason}). {where} has the traceback.")
+        say(f"warning: {what} failed ({reason}); the run goes on without it. The traceback is in {where}.")
         return None
 
 

@@ -100,7 +100,7 @@ def repair_rows(path: Path, rows: int, keep_later: bool = False) -> list[str]:
         write_text_atomic(path, "".join(map(_as_line, good)))
     except OSError as error:
         raise BadInput(
-            f"{path} is damaged and cannot be mended ({error.strerror}): make room or make it writable, then go on "
+            f"{path} is damaged and cannot be repaired ({error.strerror}): make room or make it writable, then go on "
             "with --run.resume latest."
         ) from error
     lost = f"{damaged} unreadable, {missing} missing"

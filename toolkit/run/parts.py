@@ -145,7 +145,7 @@ class TrainingData:
 
         Nothing is restored: the run goes on with the present data, which may have been changed on purpose.
         """
-        goes_on = "the run goes on with what is there now, and is not the one that was interrupted"
+        goes_on = "the run goes on with the present data, so it is not the same as the interrupted one"
         self.changes = self._changes(state)
         return [f"{change}: {goes_on}" for change in self.changes]
 

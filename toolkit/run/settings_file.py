@@ -303,11 +303,11 @@ def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count:
 def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, str]:
     new = "--run.resume_schedule new uses it"
     if name in _REFUSED:
-        return "refused", "the checkpoint is of the other one"
+        return "refused", "the checkpoint was made with the other one"
     if name in _ROWS:
-        return "refused", "the checkpoint counts its place in the data in the windows of before"
+        return "refused", "the checkpoint counts its place in the data in the earlier windows"
     if name in _SEED:
-        return "ignored", "the checkpoint's goes on"
+        return "ignored", "the checkpoint's stays in use"
     if name in _BEGINNING:
         return "ignored", "the weights are the checkpoint's"
     if name == "run.max_minutes" and minutes_count:
@@ -315,7 +315,7 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
     if keep_schedule and name in _LENGTH:
         return "ignored", f"the length is the checkpoint's; {new}"
     if keep_schedule and (name in _SAVED or name.startswith("schedule.")):
-        return "ignored", f"the checkpoint's goes on; {new}"
+        return "ignored", f"the checkpoint's stays in use; {new}"
     return "used", ""
 
 
@@ -326,7 +326,7 @@ def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
     """
     refused = [change for change in changed if change.verdict == "refused"]
     if refused:
-        remedy = "resume with the setting of before, or begin a new run with another --run.name"
+        remedy = "resume with the earlier setting, or begin a new run with another --run.name"
         raise BadInput([f"{change}; {remedy}" for change in refused])
     kept = {group: dict(entries) for group, entries in settings.items()}
     for change in changed:

@@ -23,8 +23,8 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK_FILE = ".lock"
-WITHOUT_A_WORD = (
-    "its process ended without a word: killed, out of memory, or by a fault of the machine; --run.resume latest goes "
+WITHOUT_A_MESSAGE = (
+    "its process ended without a message (killed, out of memory, or a fault of the machine); --run.resume latest goes "
     "on from the last checkpoint"
 )
 # State of a run -> the error that ends a run on purpose with it; of any other one: "failed".
@@ -36,8 +36,8 @@ ENDINGS = {
     "run.epochs": "all epochs are over",
     "run.max_steps": "all steps are made",
     "run.max_minutes": "the minutes are used up",
-    "eval.early_stopping_patience": "so many evaluations in a row were not better than the best one",
-    "schedule.max_decays": "the learning rate has fallen so many times",
+    "eval.early_stopping_patience": "no improvement for that many evaluations in a row",
+    "schedule.max_decays": "the learning rate has fallen that many times",
 }
 
 
@@ -73,7 +73,7 @@ def true_status(folder: Path, status: dict) -> dict:
     """
     if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK_FILE):
         return status
-    return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_WORD}
+    return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_MESSAGE}
 
 
 def _is_holder_gone(path: Path) -> bool:
@@ -239,7 +239,7 @@ class FolderLock:
             raise BadInput(_in_use(path)) from None
         except OSError as error:
             self.note = (
-                f"{path} cannot be locked here ({error.strerror}): see to it yourself that no other run writes to this "
+                f"{path} cannot be locked here ({error.strerror}): make sure that no other run writes to this "
                 "folder."
             )
         self._path, self._found, self._lock, self._pid = path, content, lock, os.getpid()

@@ -46,7 +46,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("nc", "num_classes", "num_labels"),
-        "there is nothing to set: the classes are those of your data; data.classes merges or drops some",
+        "there is nothing to set: the classes are those of your data; data.classes can merge or drop some",
     ),
 }
 
@@ -56,15 +56,15 @@ def stray_word(word: str, before: str, names: Sequence[str]) -> str:
     key, equals, value = word.partition("=")
     meant = _meant_settings(key, names)
     if equals and _elsewhere(key):
-        return f"{word}: it is not a flag, and {_elsewhere(key)}"
+        return f"{word}: not a flag, and {_elsewhere(key)}"
     if key == "model" and value.endswith((".pt", ".pth", ".safetensors")):  # as ultralytics names weights
         meant = ["model.pretrained"]
     if equals and meant:
-        return f"{word}: it is not a flag; here it is --{meant[0]} {value}"
+        return f"{word}: not a flag; here it is --{meant[0]} {value}"
     if not before:
-        return f"{word}: it follows no flag; expected --group.key VALUE, such as --data.path DIR"
+        return f"{word}: not a flag; expected --group.key VALUE, such as --data.path DIR"
     advice = "put quotes around a value with spaces, and around a list such as '[1, 2]'"
-    return f"{word}: it follows {before}, and a flag has one value; {advice}"
+    return f"{word}: not expected after {before}, since a flag has one value; {advice}"
 
 
 def other_name(word: str, names: Sequence[str], prefix: str = "") -> str:

@@ -195,7 +195,7 @@ def finish(t) -> None:
         t.log.log_epoch(t.step, t.sampler.epoch)
     if not state_is_sound(t) and not t.finished:
         raise StoppedByGuard(
-            f"{t.guard.reason}, found when training was over: the run is at step {t.step} again, and "
+            f"{t.guard.reason}, found at the end of training: the run is at step {t.step} again, and "
             "`--run.resume latest` trains on from there"
         )
     best = t.validation.best

@@ -354,7 +354,7 @@ def _check_weights(owners: dict[str, str | None], given: dict, entries: dict, ra
             unused.append(key)
     for key in unused:
         near = did_you_mean(key, owners)
-        problems.append(f"loss.weights.{key}: no loss is called so; this model has {announced}{near}")
+        problems.append(f"loss.weights.{key}: this model has no such loss; it has {announced}{near}")
     if problems:
         raise BadInput(problems)
 

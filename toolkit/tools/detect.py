@@ -100,7 +100,7 @@ def usage() -> str:
     width = max(map(len, scripts)) + 2
     lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in scripts.items()]
     lines.append(f"  detect {'copy':{width}}A script to change, and its configuration: detect copy train_detr mine.py")
-    lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
+    lines.append(f"  detect {'where':{width}}The path of a script or a configuration; without a name, of all of them.")
     return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
 
 
@@ -197,3 +197,7 @@ def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> 
     listed = f" {', '.join(choices)}" if show else ""
     print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":  # python -m toolkit.tools.detect
+    raise SystemExit(main())

@@ -402,7 +402,7 @@ def _graph_arrays(file: Path) -> dict[str, np.ndarray]:
             arrays = {name: stored[name] for name in stored.files}
     except (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).partition("\n")[0][:120]
-        raise BadInput(f"{file}: not a file of scene graphs ({reason}); remove it to read the boxes alone") from error
+        raise BadInput(f"{file}: not a file of scene graphs ({reason}); remove it to read only the boxes") from error
     faults = []
     for name in _GRAPH_COLUMNS:
         if name in arrays and not _is_column(name, arrays[name], arrays.get(f"{name}/rows")):

@@ -169,9 +169,9 @@ def _format_of(source: str, name: str | None) -> str:
         return "coco"
     if split_of(source):
         raise BadInput(
-            f"{source}: this is the name of a split, and no data set is named that has it: give the folder as "
-            "data.path, or a file in place of the split; data.val takes a share such as 0.2 too, and the bundled data "
-            "need data.format shapes"
+            f"{source}: this is the name of a split, but no data set is given: give its folder as data.path, or a file "
+            "in place of the split; data.val can also be a share such as 0.2, and the bundled data need data.format "
+            "shapes"
         )
     path = Path(source).expanduser()
     if not path.exists():
@@ -242,7 +242,7 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise BadInput(f"{path}: no such folder (data.path){near_names(path)}")
+        raise BadInput(f"{path}: no such file or folder (data.path){near_names(path)}")
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
     layout = Layout(path)
@@ -267,17 +267,16 @@ def _not_recognised(layout: Layout, format: str, tried: Sequence[str]) -> BadInp
     other = next((name for name in others if module_of(name).find(layout)), None)
     if other:
         looks = module_of(other).TITLE
-        wanted = f"nothing of the format {format!r} was found in this folder"
-        return BadInput(f"{path}: {wanted}; it looks like {looks}: leave out data.format")
+        wanted = f"no data of the format {format!r} were found in this folder"
+        return BadInput(f"{path}: {wanted}; it looks like {looks}: leave data.format out")
     known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
     known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
-    wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
+    wanted = f"no data of the format {format!r} were found" if format in FOLDERS else "no data set was recognised"
     below = list(map(str, module_of("voc").folders_with_annotations(layout))) if "voc" in tried else []
     more = f", {len(below)} in all" if len(below) > 5 else ""
-    hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
+    hint = f"; annotations of Pascal VOC are in {', '.join(below[:5])}{more}: give the folder of one data set, "
     hint += "which has these and its images (data.path)"
-    listed = "" if format == "auto" else f"; known are {known}"
-    return BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
+    return BadInput(f"{path}: {wanted} in this folder; the formats are {known}{hint if below else ''}")
 
 
 def split_in(folder: RecognisedFolder, split: str) -> str:

@@ -234,7 +234,7 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
     }
     faults = [
         f"model.pretrained {source.name} knows the {kind} {trained[kind]}, the data {given[kind]}: give data of the "
-        "same ones in the same order, or start from a detector alone with model.detector"
+        "same ones in the same order, or start from only a detector with model.detector"
         for kind in trained
         if list(trained[kind]) != given[kind]
     ]

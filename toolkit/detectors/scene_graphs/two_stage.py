@@ -228,7 +228,7 @@ class SceneGraph(GraphDetector):
         """
         if targets is None and (self.given_boxes or self.training):
             raise BadInput(
-                f"scene graphs in mode {self.mode} describe boxes that are given; to find boxes too, train and use a "
+                f"scene graphs in mode {self.mode} need given boxes; to detect boxes too, train and use a "
                 "model with --model.mode sgdet"
             )
         maps, images_hw = self.detector.features(images, sizes, targets)

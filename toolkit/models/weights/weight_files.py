@@ -62,8 +62,8 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
             )
         some = ", ".join(list(state)[:3])
         raise BadInput(
-            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher that is "
-            f"known: {KNOWN_PUBLISHERS}. A folder of this toolkit or of transformers is given as a folder"
+            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) do not have the names of a known "
+            f"publisher ({KNOWN_PUBLISHERS}). A folder of this toolkit or of transformers is given as a folder"
         )
     try:
         description, tensors = find_description(publisher, state, path.name)
@@ -184,8 +184,8 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
         reason = textwrap.shorten(lines[0], 120, placeholder=" ...")
         if isinstance(error, pickle.UnpicklingError) and _looks_like_a_save(path):
             raise BadInput(
-                f"{setting} {path}: it holds objects beside tensors, which would run their program when loaded. "
-                "Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
+                f"{setting} {path}: it holds other objects than tensors, which could run code when loaded. "
+                "Save only its tensors, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
                 f"({reason})"
             ) from error
         is_told = isinstance(error, RuntimeError | OSError | EOFError)  # others speak of pickles, or are a bare key

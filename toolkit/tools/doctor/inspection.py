@@ -147,7 +147,7 @@ def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     for first, second in itertools.combinations(tables, 2):
         text = overlap(tables[first], tables[second], (first, second))
         if text:
-            message = f"{text}: what is measured on them says nothing about other images"
+            message = f"{text}: metrics on these images say nothing about other images"
             yield Finding("warning", "same split", message)
 
 

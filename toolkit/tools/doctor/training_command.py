@@ -74,10 +74,10 @@ def command_for(
         tile: side of the tiles in pixels that pay for the training data; None: none do.
     """
     if masks and script not in (None, WITH_MASKS):
-        return f"the settings file of {script} for own data trains boxes alone; that of {WITH_MASKS} trains masks too"
+        return f"the settings file of {script} for own data trains only boxes; that of {WITH_MASKS} trains masks too"
     kinds = {finding.kind for finding in inspection.findings if finding.severity == "error"}
     if "background" in kinds:
-        return "hardly an image has an object: look where the labels are before training on these data"
+        return "almost no image has an object: find out where the labels are before training on these data"
     if kinds - {"record"}:
         return "no training starts on these data before the errors are fixed"
     choice = choose(sources, has_name=reading.get("name") is not None)
@@ -91,7 +91,7 @@ def command_for(
         script = WITH_MASKS
         settings["model.masks"] = "true"
     if tile and masks:
-        more.append(f"tiles would pay, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
+        more.append(f"tiles would help, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
     elif tile and script != "train_sgg":
         settings["data.tile"] = str(tile)
     program, recipe, why = recipe_for(script)
@@ -116,7 +116,7 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
     if all(source.is_split for source in sources) or len(sources) == 1 and sources[0].splits:
         return _of_folders(sources)
     if any(source.is_split for source in sources):
-        return "to train on them, give folders of splits alone, or files alone"
+        return "to train on them, give only folders of splits, or only files"
     by_split: dict[str | None, list[str]] = {}
     for source in sources:
         split = split_in_name(source.given) if has_name else source.split

@@ -89,7 +89,7 @@ class ExportMetadata:
             return cls(**entries)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadInput(
-                f"{path}: it does not say what its classes and sizes are ({METADATA_KEY} in its metadata); give a file "
+                f"{path}: it does not hold its classes and image size ({METADATA_KEY} in its metadata); give a file "
                 "that scripts/export.py wrote"
             ) from error
 

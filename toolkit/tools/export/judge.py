@@ -176,7 +176,7 @@ def write_relations(
         return []
     obstacle = "--formats has no onnx" if "onnx" not in request.formats else detector.graph_obstacle()
     if obstacle:
-        say(f"the relations are not exported, the files have the detector alone: {obstacle}")
+        say(f"the relations are not exported, only the detector is: {obstacle}")
         return []
     path = export_graph(
         detector,
