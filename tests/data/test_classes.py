@@ -290,7 +290,7 @@ def test_a_run_records_them_and_its_evaluation_opens_the_data_alike(coco, tmp_pa
     assert capsys.readouterr().out.count("data.classes was {circle: round") == 2
     with pytest.raises(
         BadInput,
-        match=r"has \['round', 'square', 'triangle', 'star'\]; data.classes .* -> ",
+        match=r"the data \['round', 'square', 'triangle', 'star'\]; data.classes .* -> ",
     ):
         train(words, {"circle": "round"})
     AcceleratorState._reset_state(True)
