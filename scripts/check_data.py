@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
     images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
     add_data_flag(parser, "--image-dir", help=images)
-    add_data_flag(parser, "--format", choices=FORMATS, default="auto")
-    add_data_flag(parser, "--name", help="as in training")
+    add_data_flag(parser, "--format", choices=FORMATS, default="auto", help="format of the data; auto recognises it")
+    add_data_flag(parser, "--name", help="hub name or folder of `datasets`, as in training")
     faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
     add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help=faulty)
     depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "

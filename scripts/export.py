@@ -6,7 +6,7 @@
     python scripts/export.py runs/detr/final --out exported --split val.json --image-dir images
 
 `exported/model.onnx` (opset 18), `model.pt2` (torch.export), `model_fp16.onnx` (half precision), `model.xml` and
-`model_int8.xml` (OpenVINO, which `pip install "detection-toolkit[openvino]"` installs) take images uint8 (B, 3, H, W),
+`model_int8.xml` (OpenVINO, which `pip install ".[openvino]"` installs) take images uint8 (B, 3, H, W),
 RGB, and give boxes (B, K, 4) xyxy in pixels of these images, scores (B, K) and labels (B, K), best first; rows without
 a detection have score 0 and label -1. Those of a detector with masks give masks (B, K, h, w) too, probabilities in the
 box or over the whole image, as the metadata says. Normalisation, padding, decoding and suppression are part of the

@@ -64,7 +64,7 @@ def obstacle(script: Path, arguments: list[str], batch_size: int, memory_bytes: 
         return "out of memory"
     if TOO_FEW_IMAGES in text:
         return "more than the data has"
-    raise BadInput(f"the training ends before its first step, and not for want of memory:\n{text[-2000:]}")
+    raise BadInput(f"the training ends before its first step, but not for lack of memory:\n{text[-2000:]}")
 
 
 def find(arguments: argparse.Namespace, rest: list[str]) -> None:

@@ -3,10 +3,11 @@
     python tests/mutate.py                          # 40 changes, drawn with seed 0; a table, and mutants.json
     python tests/mutate.py --count 10 --seed 3      # others
     python tests/mutate.py --near                   # only the nearest tests of each: minutes, not hours
-    python tests/mutate.py --again mutants.json     # those that survived, after tests were added
+    python tests/mutate.py --again mutants.json     # with all tests, those that survived
 
 A change is a sign (+ for -), a bound (< for <=), a condition (its opposite, `and` for `or`) or a dropped call, in a
-clone of the last commit. First the nearest tests of the module run (`tests/which.py`), then, if they pass, all others.
+clone of the last commit. First the nearest tests of the module run (`tests/which.py`). Then all tests run once with
+every change that these did not notice, and each test that fails runs again with each of these changes by itself.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,21 +127,9 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return drawn
 
 
-def first_failure(project: Path, arguments: list[str]) -> str | None:
-    """Run tests up to the first that fails, on two processes; return its name, None if all pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "-p",
-        "no:cacheprovider",
-        *arguments,
-    ]
+def failures(project: Path, arguments: list[str]) -> list[str]:
+    """Run tests on two processes; return what pytest says of those that failed."""
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *arguments]
     # Without bytecode: a change within the second of the last, of the same length, would not be noticed.
     environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
@@ -147,28 +137,68 @@ def first_failure(project: Path, arguments: list[str]) -> str | None:
             command, cwd=project, env=environment, capture_output=True, text=True, timeout=HANGS_AFTER_S
         )
     except subprocess.TimeoutExpired:
-        return f"hangs after {HANGS_AFTER_S} s"
+        return [f"hangs after {HANGS_AFTER_S} s"]
     if ended.returncode == 0:
-        return None
+        return []
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else ended.stdout[-300:] + ended.stderr[-300:]
+    return failed or [ended.stdout[-300:] + ended.stderr[-300:]]
 
 
-def judge(mutant: Mutant, project: Path, near_only: bool) -> None:
-    """Make the change in a clone, run the tests, and take the change back."""
-    path = project / mutant.file
-    text = path.read_text(encoding="utf-8")
-    end = mutant.offset + len(mutant.before)
-    assert text[mutant.offset : end] == mutant.before, f"{mutant.file} has changed since: {mutant.shown}"
-    path.write_text(text[: mutant.offset] + mutant.after + text[end:], encoding="utf-8")
+def first_failure(project: Path, arguments: list[str]) -> str | None:
+    """Return what pytest says of the first test that fails, None if all pass."""
+    failed = failures(project, ["-x", *arguments])
+    return failed[0] if failed else None
+
+
+def names_of(failed: list[str]) -> list[str]:
+    """Return the names of tests, or of whole files, in what pytest says of them."""
+    names = []
+    for line in failed:
+        if line.startswith(("FAILED", "ERROR")):
+            names.append(line.split(" ", 1)[1].split(" - ")[0])
+    return names
+
+
+@contextmanager
+def changed(mutants: list[Mutant], project: Path) -> Iterator[None]:
+    """Make changes in a clone, and take them back."""
+    texts = {}
+    # From the end of a file, so that the offsets of the others stay right.
+    for mutant in sorted(mutants, key=lambda each: -each.offset):
+        path = project / mutant.file
+        text = path.read_text(encoding="utf-8")
+        texts.setdefault(path, text)
+        end = mutant.offset + len(mutant.before)
+        assert text[mutant.offset : end] == mutant.before, f"{mutant.file} has changed since: {mutant.shown}"
+        path.write_text(text[: mutant.offset] + mutant.after + text[end:], encoding="utf-8")
     try:
-        tests = which.tests_of(which.module_name(which.ROOT / mutant.file))
-        near = [str(test.relative_to(which.ROOT)) for test in tests[:NEAREST]]
-        mutant.killed_by = first_failure(project, near)
-        if mutant.killed_by is None and not near_only:
-            mutant.killed_by = first_failure(project, [f"--ignore={test}" for test in near])
+        yield
     finally:
-        path.write_text(text, encoding="utf-8")
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+
+
+def judge_by_nearest(mutant: Mutant, project: Path) -> None:
+    """Run the nearest tests of a change."""
+    tests = which.tests_of(which.module_name(which.ROOT / mutant.file))
+    near = [str(test.relative_to(which.ROOT)) for test in tests[:NEAREST]]
+    with changed([mutant], project):
+        mutant.killed_by = first_failure(project, near)
+
+
+def judge_together(mutants: list[Mutant], project: Path) -> None:
+    """Run all tests with all changes at once, as long as that finds another change that a test notices."""
+    left = list(mutants)
+    while left:
+        with changed(left, project):
+            failed = names_of(failures(project, []))
+        for mutant in tqdm(left if failed else [], unit="mutant"):
+            with changed([mutant], project):
+                mutant.killed_by = first_failure(project, failed)
+        still_left = [mutant for mutant in left if mutant.killed_by is None]
+        if len(still_left) == len(left):
+            return
+        left = still_left
 
 
 def main() -> int:
@@ -188,10 +218,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder) / "project"
         subprocess.run(["git", "clone", "--quiet", which.ROOT, project], check=True)
-        for mutant in tqdm(mutants, unit="mutant"):
-            judge(mutant, project, args.near)
-            tqdm.write(f"{mutant.shown}\n    {mutant.killed_by or 'SURVIVED'}")
+        for mutant in tqdm([] if args.again else mutants, unit="mutant"):
+            judge_by_nearest(mutant, project)
             args.out.write_text(json.dumps([asdict(each) for each in mutants], indent=1))
+        if not args.near:
+            judge_together([mutant for mutant in mutants if mutant.killed_by is None], project)
+    args.out.write_text(json.dumps([asdict(each) for each in mutants], indent=1))
+    for mutant in mutants:
+        print(f"{mutant.shown}\n    {mutant.killed_by or 'SURVIVED'}")
     killed = sum(mutant.killed_by is not None for mutant in mutants)
     print(f"{killed} of {len(mutants)} were noticed; {args.out} names the tests")
     return 0 if killed == len(mutants) else 1

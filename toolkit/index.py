@@ -147,5 +147,5 @@ def load(reference: str) -> Any:
 
 
 def tool(name: str) -> Any:
-    """Load the function of `TOOLS` that has this name."""
+    """Load the function of this name in `TOOLS`. Raises KeyError for another name."""
     return load(TOOLS[name])

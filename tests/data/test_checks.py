@@ -16,7 +16,7 @@ from documents import DIRTY, box, checked, document, image, write
 from places import ASSETS
 
 from toolkit.base.errors import BadInput
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.formats import open_dataset
 from toolkit.data.problem_lines import kind_of
@@ -264,6 +264,6 @@ def test_images_are_checked_by_a_few_rows_at_a_time(monkeypatch, capsys):
         return [row]
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", counted)
-    assert parallel(check, range(10), "checking images") == list(range(10))
+    assert map_in_threads(check, range(10), "checking images") == list(range(10))
     assert max(ahead) <= 4
     assert capsys.readouterr().err == "checking images: 4 of 10\nchecking images: 8 of 10\n"

@@ -20,7 +20,7 @@ def test_a_class_that_one_split_lacks_is_named(table):
     advice = f"{table.name} lists '{names[-1]}', which val does not: .*{names[-1]}: null"
     with pytest.raises(BadInput, match=f"{len(names)} classes .*{advice}"):
         check_same_classes(table, fewer)
-    with pytest.raises(BadInput, match=f"{table.name} lists '.*', which val does not: list the same in both$"):
+    with pytest.raises(BadInput, match=f"{table.name} lists '.*', which val does not: list the same classes in both$"):
         check_same_classes(fewer, table)
 
 

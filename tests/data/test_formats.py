@@ -25,13 +25,13 @@ from toolkit.data.formats import (
         (
             "train",
             {},
-            "the name of a split, and no data set .* the bundled data need data.format shapes",
+            "the name of a split, but no data set is given: .* the bundled data need data.format shapes",
         ),
         ("test", {"format": "shapes"}, "choose from train, val"),
         ("train", {"format": "shapes", "name": "someone/photographs"}, "--data.format"),
         ("a.json", {"format": "voc2"}, "choose from auto, coco"),
         ("train", {"format": "hub"}, "--data.name"),
-        ("train", {"path": "nowhere"}, r"nowhere: no such folder \(data.path\)"),
+        ("train", {"path": "nowhere"}, r"nowhere: no such file or folder \(data.path\)"),
         (
             DIRTY / "annotations" / "instances.json",
             {"image_dir": "no/such"},

@@ -13,7 +13,7 @@ from small_data import SIZE, coco_text, picture, write_text
 from toolkit.base.errors import BadInput
 from toolkit.data import splits
 from toolkit.data.formats import open_dataset
-from toolkit.data.pipeline import loader_of_settings, set_repeats
+from toolkit.data.pipeline import loader_of_settings, repeats_for_shares
 from toolkit.data.table import hash_of
 from toolkit.data.table_cache import write_table
 from toolkit.detectors.scene_graphs.evaluator import SceneGraphEvaluator
@@ -308,7 +308,7 @@ def test_shares_are_the_same_after_a_resume_and_on_any_number_of_processes(table
 
 
 def test_other_factors_count_within_a_set():
-    repeats = set_repeats(np.array([0, 0, 1]), 2, [1, 1], np.array([1.0, 3.0, 2.0]))
+    repeats = repeats_for_shares(np.array([0, 0, 1]), 2, [1, 1], np.array([1.0, 3.0, 2.0]))
     assert repeats.tolist() == [0.75, 2.25, 3.0]
 
 

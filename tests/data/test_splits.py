@@ -12,12 +12,12 @@ from toolkit.data.formats import open_dataset
 from toolkit.data.splits import (
     Fold,
     check_not_empty,
+    describe_held_out_share,
     mostly_empty,
     open_all_splits,
     open_split,
     open_splits,
     share_of,
-    share_that_came_out,
     shared_images,
 )
 from toolkit.data.table import Category
@@ -99,11 +99,11 @@ def test_a_share_of_training_data_is_validation_data(opening, tmp_path):
 
 
 def test_a_share_that_came_out_otherwise_is_warned_of():
-    assert "warning" not in share_that_came_out(45, 200, 0.2)
-    text = share_that_came_out(75, 100, 0.2)
+    assert "warning" not in describe_held_out_share(45, 200, 0.2)
+    text = describe_held_out_share(75, 100, 0.2)
     assert "75 of these 100 images (75%, asked for: 20%)" in text
     assert "\nwarning: " in text
-    assert "\nwarning: " in share_that_came_out(5, 100, Fold(1, 5))
+    assert "\nwarning: " in describe_held_out_share(5, 100, Fold(1, 5))
 
 
 # ---- faults of all splits at once ------------------------------------------------------------------------------------

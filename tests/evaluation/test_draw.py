@@ -16,6 +16,7 @@ from toolkit.evaluation.draw import (
     draw_grid,
     draw_marks,
     draw_predictions,
+    marks_of,
     montage,
     picture_of,
     picture_with_boxes,
@@ -49,6 +50,15 @@ def test_boxes_are_drawn_where_they_are_in_the_colour_of_their_class():
     assert picture[200, 400].tolist() == [128] * 3  # inside nothing is covered
     assert (picture[70:99, 200:300] != 128).any()  # the tag, above the box
     assert (drawn(grey(400, 800), [], [], []) == 128).all()
+
+
+def test_masks_have_the_colours_of_objects():
+    """Neighbours of one class would merge."""
+    masks = rles_of(pixels_of([0, 0, 40, 40], [40, 0, 80, 40], size=(60, 80)))
+    found = found_of([[0, 0, 40, 40], [40, 0, 80, 40]], [2, 2], [0.9, 0.8])
+    colours = [mark.colour for mark in marks_of(found | {"masks": masks}, NAMES, (60, 80))]
+    assert colours == [CLASS_COLOURS[1], CLASS_COLOURS[0]]  # the best is last
+    assert {mark.colour for mark in marks_of(found, NAMES, (60, 80))} == {CLASS_COLOURS[2]}
 
 
 def test_small_images_are_enlarged_and_tags_keep_off_each_other():

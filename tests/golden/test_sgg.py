@@ -209,7 +209,7 @@ def test_losses(golden):
         kind = "rel" if key.endswith("loss_rel") else "obj"
         logits, labels = given[f"{kind}_logits"], given[f"{kind}_labels"]
         total, count = relation_batch.predicate_loss(logits, labels, [len(labels)], smoothing)
-        close(relation_batch.mean(total, count)[0], value, name=key)
+        close(relation_batch.mean_or_zero(total, count)[0], value, name=key)
     for key in (key for key in data if key.endswith("_none")):
         smoothing = float(key.split("_")[2])
         every = [1] * len(given["rel_labels"])
@@ -219,7 +219,7 @@ def test_losses(golden):
     assert torch.equal(targets, given["attribute_targets"])
     assert torch.equal(has_any.long(), given["attribute_fg"])
     total, count = relation_batch.attribute_loss(given["att_logits"], given["attributes"], [len(given["attributes"])])
-    close(relation_batch.mean(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
+    close(relation_batch.mean_or_zero(total, count)[0], data["with_attributes_no_sampling.loss_refine_att"])
 
 
 def sgd(base_lrs: list[float]) -> torch.optim.SGD:
@@ -617,8 +617,8 @@ def test_head_training(golden, head):
         assert set(module.loss_names) == set(names) - {"total_grad_norm"}
         for step, expected in enumerate(data[f"{case}.losses_per_step"]):
             output = module(batch)
-            of_images = relation_batch.head_losses(output, batch)
-            values = {n: relation_batch.mean(sums.sum(), counts.sum()) for n, (sums, counts) in of_images.items()}
+            losses = relation_batch.head_losses(output, batch)
+            values = {n: relation_batch.mean_or_zero(sums.sum(), counts.sum()) for n, (sums, counts) in losses.items()}
             optimizer.zero_grad()
             sum(values.values()).backward()
             learned = {name: p for name, p in module.named_parameters() if p.grad is not None}

@@ -46,7 +46,7 @@ from places import ROOT
 from shown_commands import PROSE, Shown, shown_commands
 from torch.distributed.run import get_args_parser
 
-from toolkit.base.errors import BadInput, sentence
+from toolkit.base.errors import BadInput, explain_error
 from toolkit.index import DETECTORS
 from toolkit.run.command_line import parse_config
 from toolkit.run.setting_types import describe_type
@@ -388,7 +388,7 @@ def refusal(script: str, argv: list[str]) -> str:
     try:
         parse_config(module.Config, argv, module.DEFAULT_CONFIG)
     except (BadInput, RuntimeError) as error:  # a path that begins with the home of nobody; as `run_script` says it
-        return str(error if isinstance(error, BadInput) else sentence(error))
+        return str(error if isinstance(error, BadInput) else explain_error(error))
     return ""
 
 

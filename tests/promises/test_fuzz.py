@@ -36,7 +36,7 @@ from visual_genome_writer import write_visual_genome
 from scripts.train_ssd import Config
 from toolkit.base import imports
 from toolkit.base.batch import Batch
-from toolkit.base.errors import BadInput, sentence
+from toolkit.base.errors import BadInput, explain_error
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category
@@ -474,7 +474,7 @@ def test_a_changed_file_is_read_or_refused_in_sentences(kind, once, tmp_path, wa
             read(folder)
             counts["read"] += 1
         except Exception as error:  # noqa: BLE001 - whatever comes is what is looked for
-            told = error if isinstance(error, BadInput) else sentence(error)
+            told = error if isinstance(error, BadInput) else explain_error(error)
             if told is None or number < 0 or any("Traceback" in line for line in str(told).splitlines()):
                 frames = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
                           for frame in extract_tb(error.__traceback__)]  # fmt: skip

@@ -47,7 +47,7 @@ from toolkit.data.table_cache import write_rows
 from toolkit.data.transforms.geometry import crop, draw_masks, exact_transform, flip, recheck_boxes, resize
 from toolkit.data.transforms.mixing import mosaic
 from toolkit.data.transforms.policy import policy_of
-from toolkit.data.transforms.zoom_crop_colour import view
+from toolkit.data.transforms.zoom_crop_colour import render_region
 from toolkit.evaluation.coco import CocoEvaluator
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.models import build_detector
@@ -257,14 +257,14 @@ shifts = st.integers(-30, 20)
     st.integers(31, 150),
 )
 def test_what_a_window_cuts_stays_cut_on_a_larger_canvas(sample, top, left, height, width):
-    image, target = view(
+    image, target = render_region(
         *sample,
         (top, left, height, width),
         (64, 80),
     )
     assert_on_pixels(image, target, steepness((height, width), (64, 80)))
     cut = crop(*sample, (5, 5, 10, 12))
-    image, target = view(
+    image, target = render_region(
         *cut,
         (-20, -20, 60, 60),
         (60, 60),
@@ -460,7 +460,7 @@ def test_what_lies_outside_the_annotated_picture_does_not_show_on_a_larger_canva
     row = table.row(0)
     row["masks"] = [(np.array([[-30.0, -30], [30, -30], [30, 30], [-30, 30]]),)] * OBJECTS
     target = row_target(row, (40, 60), masks=True)
-    _, target = view(
+    _, target = render_region(
         torch.zeros(3, 40, 60, dtype=torch.uint8),
         target,
         (-40, -60, 120, 180),
@@ -676,7 +676,7 @@ def test_brush_masks_are_objects_where_asked_for(tmp_path, capsys):
     check_not_empty(objects, is_allowed=False)
     ignored = opened(folder)  # the cache keeps the two apart
     assert counts_of(ignored) == {"images": 2, "boxes": 0, "crowd_regions": 2}
-    with pytest.raises(BadInput, match="2 of them have crowd regions alone. .* --data.crowds objects"):
+    with pytest.raises(BadInput, match="2 of them have only crowd regions. .* --data.crowds objects"):
         check_not_empty(ignored, is_allowed=False)
     assert check_data.main([str(folder), "--masks"]) == 2
     assert "accelerate launch" not in capsys.readouterr().out

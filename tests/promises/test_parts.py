@@ -45,7 +45,7 @@ def test_the_program_of_the_page_trains_on_after_a_nan(tmp_path, processes, laun
     command = [sys.executable, *launcher.split(), "plain.py"]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.count(f"skipped: at step {NAN_AT} ") == processes
+    assert ended.stdout.count(f"skipped: after step {NAN_AT}: ") == processes
     results = re.findall(r"RESULT (\d) (\S+) (\d+) (\d+) (\[.*\])", ended.stdout)
     assert len(results) == processes
     assert len({total for _, total, *_ in results}) == 1

@@ -183,7 +183,7 @@ TWICE = (STEP_4, (MICRO_BATCH, 3))  # the second time in step 6, the first one o
 AND_EVALUATION = (STEP_4, (EVALUATION, 1))
 KINDS = {
     "every augmentation": Kind(DETR, EVERY_AUGMENTATION, 1, TWICE),
-    "streamed shards": Kind(DETR, STREAMED, 2, (STEP_4,), of_shards, "training data: 18 images"),
+    "streamed shards": Kind(DETR, STREAMED, 2, (STEP_4,), of_shards, "train: 18 images ("),
     "two sets": Kind(YOLOV3, "", 2, (STEP_4,), of_two_sets, "does not label new"),
     "masks": Kind(FASTER_RCNN, MASKS, 2, AND_EVALUATION, says="best segm_AP"),
     "scene graphs": Kind(SCENE_GRAPHS, EVERY_AUGMENTATION, 2, TWICE),

@@ -363,7 +363,7 @@ def test_a_pt2_file_that_is_cut_off_is_one_sentence(program, tmp_path, capfd):
 @pytest.mark.parametrize("about", ['"max_detections": Infinity', '"score_threshold": 1' + "0" * 400])
 def test_numbers_beyond_all_bounds_in_an_exported_file_are_one_sentence(about):
     text = f'{{"categories": [], "size": null, "score_threshold": 0.3, {about}}}'
-    with pytest.raises(BadInput, match="model.onnx: it does not say what its classes and sizes are"):
+    with pytest.raises(BadInput, match="model.onnx: it does not hold its classes and image size"):
         ExportMetadata.from_text(text, "model.onnx")
 
 
@@ -404,16 +404,16 @@ def write_onnx(path: Path, of_input: str, outputs: tuple, metadata: str) -> None
             "images",
             (1, 1, 1),
             {"size": {"height": 10**9, "width": 1}},
-            "does not say what its classes and sizes are",
+            "does not hold its classes and image size",
         ),
         (
             "images",
             (1, 1, 1),
             {"size": {"height": 8}},
-            "does not say what its classes and sizes are",
+            "does not hold its classes and image size",
         ),
-        ("images", (1, 1, 1), {"categories": [3]}, "does not say what"),
-        ("images", (1, 1, 1), None, "does not say"),
+        ("images", (1, 1, 1), {"categories": [3]}, "does not hold its classes"),
+        ("images", (1, 1, 1), None, "does not hold its classes"),
     ],
 )
 def test_an_onnx_file_with_our_metadata_and_another_graph_is_one_sentence(

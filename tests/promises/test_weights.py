@@ -60,7 +60,7 @@ from toolkit.models.weights.difference import difference
 from toolkit.models.weights.mapping import map_weights
 from toolkit.models.weights.names import Publisher
 from toolkit.models.weights.pretrained import load_pretrained, open_pretrained
-from toolkit.models.weights.weight_files import fitting, open_published_weights, publishers, read_state
+from toolkit.models.weights.weight_files import find_description, open_published_weights, publishers, read_state
 from toolkit.tools.predict.open import open_own_detector, open_predictor
 
 
@@ -156,7 +156,7 @@ def test_detectors_with_transformers_predict_what_the_program_does(name, monkeyp
     publisher = FILES[name].publisher
     state, expected = program(name)
     assert recognising(state) == [publisher]
-    found, ours = fitting(publisher, state, FILES[name].name)
+    found, ours = find_description(publisher, state, FILES[name].name)
     detector = detector_of(found, num_queries=expected["boxes"].shape[1]).eval()
     table = map_weights(detector.state_dict(), ours)
     empty = ("n_points_scale", "register_tokens")  # a constant, not in the first RT-DETR; none of them
@@ -236,7 +236,7 @@ def test_losses_are_those_of_the_program(name, hw, accuracy, monkeypatch):
     for key in state:
         if "bbox_head" in key and ".layers.2." in key:  # ECDet's were computed with a tenth of them
             state[key] = state[key] * 0.1
-    found, ours = fitting(FILES[name].publisher, state, FILES[name].name)
+    found, ours = find_description(FILES[name].publisher, state, FILES[name].name)
     detector = detector_of(found, num_queries=6).train()
     detector.load_state_dict(ours, strict=False)
     targets = targets_in(hw)
@@ -284,7 +284,7 @@ def test_torchvision_s_detectors_equal_torchvision(name, publisher, side):
     state = filled(theirs)
     theirs.load_state_dict(state)
     assert recognising(state) == [publisher]
-    found, ours = fitting(publisher, state, f"{name}_coco-0123abcd.pth")
+    found, ours = find_description(publisher, state, f"{name}_coco-0123abcd.pth")
     assert found.architecture == name
     assert len(found.class_names) == classes - 1
     detector = detector_of(found).eval()
@@ -315,8 +315,8 @@ def test_names_of_before_torchvision_0_13_are_read():
         name = re.sub(r"^(rpn\.head\.conv|backbone\.fpn\.\w+_blocks\.\d)(\.0)+(?=\.[^.]+$)", r"\1", name)
         old[name] = tensor
     assert recognising(old) == [faster_rcnn.FASTER_RCNN]
-    _, today = fitting(faster_rcnn.FASTER_RCNN, state, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
-    _, ours = fitting(faster_rcnn.FASTER_RCNN, old, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
+    _, today = find_description(faster_rcnn.FASTER_RCNN, state, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
+    _, ours = find_description(faster_rcnn.FASTER_RCNN, old, "maskrcnn_resnet50_fpn_coco-0123abcd.pth")
     assert ours.keys() == today.keys()
     assert not today.keys() <= old.keys()
 
@@ -325,7 +325,7 @@ def test_names_of_before_torchvision_0_13_are_read():
 def test_detectors_of_maskrcnn_benchmark_find_its_boxes(name):
     state, expected = published_rcnn(name)
     assert recognising(state) == [MASKRCNN_BENCHMARK]
-    found, ours = fitting(MASKRCNN_BENCHMARK, state, "model_final.pth")
+    found, ours = find_description(MASKRCNN_BENCHMARK, state, "model_final.pth")
     assert found.options["stride_in_1x1"] == (name == "mb_r50")
     detector = detector_of(found).eval()
     assert ours.keys() == detector.state_dict().keys()
@@ -640,7 +640,7 @@ def test_the_layer_of_rf_detr_base_behind_its_deepest_map_is_left_out_and_named(
     state, _ = program("rfdetr_nano")
     patches = "backbone.0.encoder.encoder.embeddings.patch_embeddings.projection.weight"
     state[patches] = torch.zeros(len(state[patches]), 3, 14, 14)  # of base alone
-    found, ours = fitting(RF_DETR, state, "rf-detr-base.pth")
+    found, ours = find_description(RF_DETR, state, "rf-detr-base.pth")
     assert "1 of the 12 layers" in found.notes[0]
     table = map_weights(detector_of(found).state_dict(), ours)
     assert not table.new
@@ -652,7 +652,7 @@ def test_a_file_of_rf_detr_with_masks_is_read():
     state, _ = program("rfdetr_nano")
     head = json.loads((FOLDER / "rfdetr_segmentation_head.json").read_text())  # names and shapes
     state |= {name: numbers(name, shape) for name, shape in head.items()}
-    found, ours = fitting(RF_DETR, state, "rf-detr-seg-small.pt")
+    found, ours = find_description(RF_DETR, state, "rf-detr-seg-small.pt")
     assert found.options["masks"] is True
     assert found.options["source_config"]["decoder_layers"] == 2
     assert found.options["source_config"]["backbone_config"]["num_windows"] == 2
@@ -664,7 +664,7 @@ def test_a_file_of_rf_detr_with_masks_is_read():
 
 def test_a_d_fine_with_silu_stays_so(tmp_path):
     """DEIM's and RT-DETRv4's, in `final/`; the tensors of DEIM's are D-FINE's, so that its name has to tell."""
-    found, _ = fitting(D_FINE, program("rtv4_s")[0], "rtv4_s.pth")
+    found, _ = find_description(D_FINE, program("rtv4_s")[0], "rtv4_s.pth")
     detector = detector_of(found).eval()
     detector.save_final(tmp_path / "final", [Category(i, name) for i, name in enumerate(found.class_names)])
     again, _, _ = load_detector_folder(tmp_path / "final")
@@ -685,8 +685,8 @@ def test_a_d_fine_with_silu_stays_so(tmp_path):
     assert_close(after, before, rtol=0, atol=0)
 
     state, _ = program("dfine_s")
-    of_deim, _ = fitting(D_FINE, state, "deim_dfine_hgnetv2_s_coco_120e.pth")
-    of_d_fine, _ = fitting(D_FINE, state, "dfine_s_coco.pth")
+    of_deim, _ = find_description(D_FINE, state, "deim_dfine_hgnetv2_s_coco_120e.pth")
+    of_d_fine, _ = find_description(D_FINE, state, "dfine_s_coco.pth")
     assert of_deim.options["source_config"]["head_activation"] == "silu"
     assert "has SiLU" in of_deim.notes[0]
     assert "head_activation" not in of_d_fine.options["source_config"]
@@ -706,7 +706,7 @@ def test_a_file_of_detr_with_norms_before_gives_the_encoder_s_last_norm_too():
     state = filled(detector)
     theirs = as_detr_saves_it(state)
     assert "transformer.encoder.norm.weight" in theirs
-    found, ours = fitting(DETR, theirs, "a.pth")
+    found, ours = find_description(DETR, theirs, "a.pth")
     assert found.options["pre_norm"]
     table = map_weights(state, ours)
     assert not table.unused
@@ -764,10 +764,10 @@ def test_wrappers_of_tensors_are_taken_off_and_objects_refused(tmp_path):
     saved({"model": {f"module.{name}": value for name, value in state.items()}}, path)
     assert_close(read_state(path), state, rtol=0, atol=0)
     saved({"model": state, "args": Category(1, "a")}, path)
-    with pytest.raises(BadInput, match="objects beside tensors"):
+    with pytest.raises(BadInput, match="other objects than tensors"):
         read_state(path)
     saved({"layer.weight": torch.zeros(2)}, path)
-    with pytest.raises(BadInput, match="names of no publisher"):
+    with pytest.raises(BadInput, match="do not have the names of a known publisher"):
         open_published_weights(path)
 
 

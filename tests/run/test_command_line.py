@@ -84,12 +84,12 @@ def said_by_all(error: Exception, capsys) -> list[str]:
         ("--run 3", "it is a group of settings, see --help run"),
         ("--run.flag null", "no such flag"),
         ("--data x", "did you mean --data.path?"),
-        ("data=x", "data=x: it is not a flag; here it is --data.path x"),
+        ("data=x", "data=x: not a flag; here it is --data.path x"),
         ("model=x.pt", "here it is --model.pretrained x.pt"),
-        ("imgsz=64 nc=3", "nc=3: it is not a flag, and there is nothing to set"),
-        ("DIR", "DIR: it follows no flag; expected --group.key VALUE"),
-        ("--data.path my data", "data: it follows --data.path my, and a flag has one value; put quotes"),
-        ("--data.scales 320 640", "640: it follows --data.scales 320"),
+        ("imgsz=64 nc=3", "nc=3: not a flag, and there is nothing to set"),
+        ("DIR", "DIR: not a flag; expected --group.key VALUE"),
+        ("--data.path my data", "data: not expected after --data.path my, since a flag has one value; put quotes"),
+        ("--data.scales 320 640", "640: not expected after --data.scales 320"),
         ("--run.name --run.epochs 3", "--run.name: it has no value"),
         ("--data.image_size 640x480", "A height and a width are a list: [480, 640]"),
         ("--model.architecture rtdetr", "did you mean rt_detr_v2, which train_detr.py trains?"),
@@ -179,6 +179,32 @@ def test_all_slips_are_named_together():
 def test_settings_that_are_not_utf_8_are_refused():
     with pytest.raises(BadInput, match=r"run\.name is 'a\?', where \? stands for bytes that are not UTF-8"):
         parse_config(Config, ["--run.name", "a\udcff"])
+
+
+def test_errors_that_were_printed_before_are_not_printed_again(capsys):
+    error = BadInput(["a: gone", "b: gone"])
+    error.told = ["a: gone"]
+    assert said_by_all(error, capsys)[0] == "error: b: gone\n"
+    error.told = error.problems
+    assert said_by_all(error, capsys)[0] == "This run cannot start: see above.\n"
+
+
+def test_a_launcher_is_said_to_print_a_traceback_of_its_own(monkeypatch, capsys):
+    assert "traceback" not in said(["--lr", "1"], capsys)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert said(["--lr", "1"], capsys).splitlines()[-1].startswith("A traceback below this line is of `accelerate")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "traceback" not in said(["--lr", "1"], capsys)
+
+
+def test_a_fault_of_yaml_is_shown_with_its_line(tmp_path, capsys):
+    file = tmp_path / "a.yaml"
+    file.write_text("run: {max_steps: 3\ndata: [\n")
+    text = said(["--config", str(file)], capsys)
+    assert "YAML: line 2, column 5: expected ',' or '}', but got ':' (while parsing a flow mapping of line 1)" in text
+    assert "\n    data: [\n        ^\n" in text
+    file.write_text("data: {image_size: 64, image_size: 96}\n")
+    assert "YAML: line 1, column 24: the key image_size appears twice\n" in said(["--config", str(file)], capsys)
 
 
 def test_only_similar_names_are_suggested_for_a_missing_path(tmp_path):

@@ -50,6 +50,7 @@ def test_progress_counts_epochs_before_and_after_a_change_of_batches():
     assert Progress(201, 300, 5, 20, recut=-100).epochs == 10
     assert Progress(201, 300, 5, 20).epochs == 15
     assert str(Progress(201, 300, 5, 20, recut=-100)) == "epoch 6  step 201/300"
+    assert str(Progress(2, 300, 0, 20, is_length_known=False)) == "epoch 1  step 2", "300 is the most it can be"
 
 
 def test_the_lines_of_an_epoch_and_of_the_end():
@@ -72,6 +73,14 @@ def test_the_line_of_a_step():
     )
 
 
+def test_the_largest_losses_come_first_and_one_that_is_not_a_number_before_them():
+    means = {"loss_small": 0.1, "loss_large": 3.0, "class_error": 50.0, "loss_gain": -0.5, "loss_broken": math.nan}
+    line = averages_line(0, means, 1.0)
+    assert line == "epoch 1 averages  broken nan large 3.00 gain -0.500 small 0.100 class_error 50.0  in 0:00:01"
+    row = {f"train/{name}": value for name, value in means.items()}
+    assert "  broken nan large 3.00 gain -1.00 small 0.100 " in console_line(row, meters_of(row), Progress(1, 1, 0, 1))
+
+
 def test_waiting_for_data_is_said():
     line = console_line(ROW | {"time/data_s": 0.2}, meters_of(ROW), Progress(120, 4000, 3, 40))
     assert line.endswith("  0.457 s/step (data 44%)  1.2 GiB")
@@ -89,7 +98,7 @@ def test_a_row_of_few_values_has_a_line():
 
 
 def test_a_console_line_never_wraps():
-    """Whatever a detector calls its losses and however many it has; the last ones are left out, then the tail."""
+    """Whatever a detector calls its losses and however many it has; the smallest are left out, then the tail."""
     many = ROW | {f"train/loss_{letter * number}": 123.456 for number, letter in enumerate("abcdefghij", start=1)}
     meters = meters_of(many)
     progress = Progress(1234567, 7654321, 299, 25515)
@@ -97,7 +106,7 @@ def test_a_console_line_never_wraps():
         line = console_line(many, meters, progress, width)
         assert len(line) <= width
         assert ("..." in line) == (width < 231), line
-    tail = "  ce 1.20 bbox 0.500 a 123 ...  lr 0.0001  0.457 s/step  1.2 GiB"
+    tail = "  a 123 bb 123 ccc 123 ...  lr 0.0001  0.457 s/step  1.2 GiB"
     assert console_line(many, meters, progress).endswith(tail)
     assert console_line(many, meters, progress, 60).endswith("eta 1:02:05  loss 2.35  ...")
     assert console_line(many, meters, progress, 20) == "epoch 300  step 1..."
@@ -151,6 +160,6 @@ def test_a_run_that_ends_too_soon_is_warned_of(steps, warmup, epoch, kinds):
     warnings = length_warnings(steps, warmup, epoch)
     assert sorted(warnings) == sorted(kinds)
     if "warm-up" in kinds:
-        assert warnings["warm-up"].startswith("warning: training ends inside the warm-up,")
+        assert "steps are warm-up (schedule.warmup_steps is 100)" in warnings["warm-up"]
     if "epoch" in kinds:
         assert "after 30 of the 50 steps of an epoch" in warnings["epoch"]

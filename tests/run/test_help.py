@@ -48,7 +48,7 @@ def test_the_first_screen(script, help_of):
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("Train ")
     assert lines[-1] == "--help all shows every setting."
-    commands = re.findall(rf"^  accelerate launch scripts/{script}.py ?(.*)$", text, re.MULTILINE)
+    commands = re.findall(rf"^  python scripts/{script}.py ?(.*)$", text, re.MULTILINE)
     assert len(commands) == 3
     assert "--run.resume latest" in commands[2]
     assert (ROOT / re.search(r"--config (configs/\S+)", text)[1]).is_file()
@@ -138,6 +138,8 @@ def test_examples_are_of_the_program_that_was_called(help_of, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     text = help_of("train_faster_rcnn", "--help", called="mine.py")
     assert max(map(len, text.splitlines())) <= 80
-    assert "accelerate launch mine.py --data.path DIR\n" in text
+    assert "  python mine.py --data.path DIR\n" in text
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert "  accelerate launch mine.py --data.path DIR\n" in help_of("train_faster_rcnn", "--help", called="mine.py")
     text = help_of("train_faster_rcnn", "--help", called=str(ROOT / "scripts" / "train_faster_rcnn.py"))
     assert "  detect train faster_rcnn --run.resume latest\n" in text

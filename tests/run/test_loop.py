@@ -65,8 +65,8 @@ def test_a_length_planned_anew_is_said_and_warned_of_once(tmp_path, capsys):
     for steps in (40, 20, 2):  # `run.max_minutes` plans the length several times
         t.log.set_total_steps(steps, t.plan.set_length(steps, t.step))
     said = capsys.readouterr().out
-    assert said.count("training takes") == 3
-    assert said.count("warning: training ends inside the warm-up") == 1
+    assert said.count("planned length: ") == 3
+    assert said.count("steps are warm-up") == 1
     assert said.count("steps of an epoch") == 1
 
 

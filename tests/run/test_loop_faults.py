@@ -87,7 +87,7 @@ def test_a_fault_found_when_training_is_over_does_not_pass_for_its_result(tmp_pa
     run_changed(t)
     t.detector.weight.data.fill_(float("inf"))
     assert t.finished
-    with pytest.raises(StoppedByGuard, match="found when training was over: the run is at step 0 again, and `--run.r"):
+    with pytest.raises(StoppedByGuard, match="found at the end of training: the run is at step 0 again, and `--run.r"):
         finish(t)
     assert newest_valid(tmp_path / "checkpoints")[0].step == 0
     assert t.log.status["step"] == 0

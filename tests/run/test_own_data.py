@@ -72,7 +72,7 @@ def test_the_first_line_names_the_settings_and_errors_are_printed_once(tmp_path,
     printed = capsys.readouterr()
     assert printed.out.startswith("settings: ")
     assert "own_data_cpu.yaml" in printed.out.splitlines()[0]
-    for told in ("nothere: no such folder", "pretrained_backbone: the file"):
+    for told in ("nothere: no such file or folder", "pretrained_backbone: the file"):
         assert (printed.out + printed.err).count(told) == 1
         assert told in printed.err
 

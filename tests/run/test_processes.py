@@ -45,7 +45,7 @@ def test_several_gpus_asked_for_where_there_is_none(monkeypatch, asked):
     processes.start_accelerator(None)
     assert len(asked) == 2
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(BadInput, match="there is none here.*ACCELERATE_USE_CPU=true torchrun"):
+    with pytest.raises(BadInput, match="there is no GPU here.*ACCELERATE_USE_CPU=true torchrun"):
         processes.start_accelerator(None)
 
 

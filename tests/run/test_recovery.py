@@ -100,7 +100,7 @@ def test_what_another_window_cannot_mend_is_not_skipped(policy):
     guard = NanGuard(policy)
     action = guard.decide(3, {"loss": 1.0}, 1.0, 8.0, faults=["a weight is broken"])
     assert action is (Action.ROLLBACK if policy == "rollback" else Action.STOP)
-    assert guard.reason == "at step 3 a weight is broken"
+    assert guard.reason == "after step 3: a weight is broken"
 
 
 # ---- windows that are refused ----------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_the_last_update_is_looked_at_with_the_next_steps(tmp_path):
     assert [t.guard.next_part_looks_finite() for _ in range(STATE_PARTS)] == [1.0] * STATE_PARTS
     fill(t, INF)
     assert [t.guard.next_part_looks_finite() for _ in range(STATE_PARTS)].count(0.0) == 1
-    with pytest.raises(StoppedByGuard, match="left what is not finite: weight weight"):
+    with pytest.raises(StoppedByGuard, match="left tensors that are not finite: weight weight"):
         accepts(t, state_finite=0.0)
     assert newest(t).step == 0, "nothing newer was written"
     ((report, *_),) = reports(t)

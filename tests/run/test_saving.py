@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_model_names_the_settings_that_differ(tmp_path):
     changed = [Change(key, 1, 2, "used") for key in ("run.keep", "loss.weights", "optim.momentum", "model.d_model")]
     with pytest.raises(BadInput, match="size mismatch") as caught:
         restore_checkpoint(make_training(tmp_path), checkpoint, changed=changed)
-    said = "settings make: model.d_model 1 -> 2; loss.weights 1 -> 2; optim.momentum 1 -> 2."
+    said = "of these settings: model.d_model 1 -> 2; loss.weights 1 -> 2; optim.momentum 1 -> 2."
     assert said in str(caught.value)
 
 

@@ -85,7 +85,7 @@ def test_a_change_is_one_line_and_what_is_ignored_is_not_in_force():
     after = BEFORE | {"optim": {"name": "adamw", "lr": 0.5, "max_norm": 1}, "run": BEFORE["run"] | {"name": "x\ny"}}
     found = changes(BEFORE, after, True)
     assert [str(change) for change in found] == [
-        "optim.lr 0.001 -> 0.5: ignored, the checkpoint's goes on; --run.resume_schedule new uses it",
+        "optim.lr 0.001 -> 0.5: ignored, the checkpoint's stays in use; --run.resume_schedule new uses it",
         "optim.max_norm 0.1 -> 1: used",
     ]
     assert in_force(after, found)["optim"] == {"name": "adamw", "lr": 1e-3, "max_norm": 1}

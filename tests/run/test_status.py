@@ -99,7 +99,7 @@ def test_a_run_whose_process_was_killed_is_not_running(tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     status = read_status(tmp_path)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 3)
-    assert "ended without a word" in status["reason"]
+    assert "ended without a message" in status["reason"]
     assert read_records(tmp_path)[1] == status
     with FolderLock() as lock:  # whoever goes on holds it
         lock.take(tmp_path)

@@ -86,7 +86,7 @@ def test_a_killed_process_ends_the_other(tmp_path, failing, others):
     codes, words = ended(tmp_path, failing, "killed", others)
     assert codes[failing] == -signal.SIGKILL
     assert codes[1 - failing] == 1
-    assert f"rank {failing} failed: it ended without a word" in words[1 - failing][1]
+    assert f"rank {failing} failed: it ended without a message" in words[1 - failing][1]
 
 
 @pytest.mark.parametrize(

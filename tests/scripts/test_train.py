@@ -90,7 +90,7 @@ MISTAKES = {
     "--data.image_size [64,64,3]": ["[64, 64, 3] is not a size of", "[height, width]"],
     "--model.architecture detrr": ["model.architecture", "detrr", "rt_detr_v2"],
     "--model.backbone resnet10": ["resnet10", "resnet10t"],
-    "--model.pretrained runs/of/nobody": ["runs/of/nobody does not exist"],
+    "--model.pretrained runs/of/nobody": ["model.pretrained runs/of/nobody: no such file or folder"],
     '--loss.weights {"loss_dice":1.0}': ["loss_dice", "loss_bbox"],
     '--loss.weights {"loss_bbox":"high"}': ["loss_bbox", "high"],
     "--optim.compile gcc": ["inductor"],
@@ -130,11 +130,12 @@ def test_run_folder_says_what_was_run(launched):
     assert "Traceback" not in text
     assert text.count("Training time 0:0") == 1
     assert " s / step)" in text
+    assert "predict: detect predict runs/launched photo.jpg --out found" in text
     status = read_status(folder)
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
     assert status["ended_by"] == ["run.max_steps"]
     assert f"{status['reason']}, at step 4" in text
-    assert f"state done, reason {status['reason']}" in (folder / "report" / "README.md").read_text()
+    assert "Finished after 4 steps (run.max_steps)." in (folder / "report" / "README.md").read_text()
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["processes"] == 1
     assert {"torch", "transformers"} <= environment["packages"].keys()
@@ -245,7 +246,7 @@ def test_minutes_become_steps_once(server, script, settings, tmp_path):
     ended = server.run(script, args).ok()
     assert ended.status["ended_by"] == ["run.max_minutes"]
     step = ended.trained[-1]
-    assert f"training takes {step} steps" in ended.text
+    assert f"planned length: {step} steps" in ended.text
     latest = ended.folder / "checkpoints" / "latest"
     plan = checkpoint_state(latest)["parts"]["plan"]
     assert plan["total_steps"] == plan["budget"]["total_steps"] == step

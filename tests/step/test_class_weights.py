@@ -58,7 +58,7 @@ def test_losses_that_do_not_weigh_classes_are_refused_by_name():
     detector = built("ssd")
     check_losses(detector, mixup=False, partly_labelled=False, weighs_classes=True)
     detector.weighs_classes = False
-    with pytest.raises(BadInput, match="loss.class_weights: the losses of ssd do not weigh classes"):
+    with pytest.raises(BadInput, match="loss.class_weights: the losses of ssd do not weight classes"):
         check_losses(detector, mixup=False, partly_labelled=False, weighs_classes=True)
     detector.predicates = ["on"]  # of a scene graph
     with pytest.raises(BadInput, match="model.rare_predicate_power"):

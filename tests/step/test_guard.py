@@ -25,8 +25,8 @@ def decide(guard: NanGuard, loss=1.0, norm=1.0, scale=None, buffers=1.0) -> str:
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        ({"loss": NAN}, "step 7 loss is nan"),
-        ({"loss": -INF}, "step 7 loss is -inf"),
+        ({"loss": NAN}, "after step 7: loss is nan"),
+        ({"loss": -INF}, "after step 7: loss is -inf"),
         ({"norm": INF}, "gradient norm is inf"),
         ({"norm": NAN}, "gradient norm is nan"),
         ({"buffers": 0.5}, "a buffer"),

@@ -140,7 +140,7 @@ OWN_OPTIMIZER = """        own = torch.nn.Linear(3, 1)
         torch.optim.Adam(own.parameters()).step()
 """
 SAID = {
-    "step 1: the loop passed over a window without an update": (ACCEPTS, PASSES_OVER + ACCEPTS),
+    "step 1: the loop made no update in a window": (ACCEPTS, PASSES_OVER + ACCEPTS),
     "in no checkpoint, so that a resumed run differs: Adam of 2 parameters": (END, OWN_OPTIMIZER + END),
 }
 

@@ -54,7 +54,7 @@ def test_all_faults_of_the_weights_at_once_with_both_sides():
         "loss.weights.loss_ce: ",
         "loss.weights.loss_ce_0: ",
         "losses without a weight: loss_mask, loss_ce_reg;",  # loss_ce_reg is not a layer of loss_ce
-        "loss.weights.loss_cls: no loss is called so",
+        "loss.weights.loss_cls: this model has no such loss; it has ",
     ]
     for words in expected:
         assert words in str(error.value)

@@ -75,12 +75,15 @@ REFUSED = (
         "--classes took cat, run: --classes takes every word up to the next flag",
     ),
     ("predict run --out o --classes cat a.jpg", "no images", "--classes took cat, a.jpg: put the images before it"),
-    ("predict run a.jpg --out o --thrust", "unrecognized arguments: --thrust", ""),
+    ("predict run a.jpg --out o --thrust", "--thrust: no such flag; did you mean --trust?", ""),
+    ("evaluate run --dataset d", "--dataset: no such flag; did you mean --data.path?", ""),
+    ("evaluate run --device cuda", "--device: no such flag; there is nothing to set: a GPU is used", ""),
+    ("convert a b c --to voc", "c: not expected here; put quotes around a name with spaces", ""),
     ("export --out o --formats onnx run", "invalid choice: 'run'", f"--formats {BEFORE.format('model')}"),
     ("check_data --image-size 640 folder", "folder: expected a whole number above 0", BEFORE.format("source")),
     ("evaluate run --expect.bbox_AP", "--expect.bbox_AP is nothing; expected a number", ""),
     ("evaluate run --expect.bbox_AP high", "--expect.bbox_AP is high; expected a number", ""),
-    ("evaluate run --expects.bbox_AP 0.5", "unrecognized arguments: --expects.bbox_AP", ""),
+    ("evaluate run --expects.bbox_AP 0.5", "--expects.bbox_AP: no such flag", ""),
 )
 
 

@@ -96,7 +96,7 @@ class Batch:
 
 
 class HostTarget(Mapping):
-    """The original of a target on the CPU, kept beside its copy on the device.
+    """The original of a target on the CPU, kept with its copy on the device.
 
     It is not a dict: DistributedDataParallel copies each tensor in dicts, lists and tuples to its GPU, one by one.
     """

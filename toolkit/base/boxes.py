@@ -48,6 +48,7 @@ class Boxes:
 
     @property
     def num_images(self) -> int:
+        """The number I of images, those without boxes included."""
         return len(self.offsets) - 1
 
     @cached_property

@@ -16,8 +16,8 @@ _ADVICE = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (`ulimit -n`), or lower data.workers"),
     errno.ENAMETOOLONG: "give a shorter name",
     errno.EEXIST: "a file is where a folder would be written; remove it, or give another place",
-    errno.EFBIG: "that file system or `ulimit -f` takes no larger files; give another place",
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; look at it"),
+    errno.EFBIG: "that file system or `ulimit -f` does not allow larger files; give another place",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV), "the disk or its server fails; check it"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR), "it was removed or replaced; put it back"),
 }
 # The message of `Path.expanduser` and `Path.home`, without the path.
@@ -113,7 +113,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
-def sentence(error: Exception) -> BadInput | None:
+def explain_error(error: Exception) -> BadInput | None:
     """Return a BadInput that explains an error of the file system, a missing home folder or lack of memory.
 
     Its message says what happened and what to do. Nothing is raised. Returns None for all other errors.
@@ -128,7 +128,7 @@ def sentence(error: Exception) -> BadInput | None:
         reason = str(error).partition("\n")[0]
         return BadInput(
             f"out of memory: {reason}\nLower --data.batch_size_per_device and raise --optim.accumulation_steps by the "
-            "same factor; in an evaluation, lower --eval.batch_size_per_device. `nvidia-smi` tells whether another "
+            "same factor; in an evaluation, lower --eval.batch_size_per_device. `nvidia-smi` shows whether another "
             "program holds memory of the device."
         )
     if isinstance(error, RuntimeError) and _NO_HOME in str(error):
@@ -168,8 +168,9 @@ class FailedElsewhere(Exception):
 def exit_on_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
     """Wrap the `main` of a command, so that it prints expected errors as a message and returns an exit code.
 
-    BadInput, and every error that `sentence` can explain, is printed to stderr; all other errors are raised. A `main`
-    that returns nothing gives exit code 0. The environment is checked by `check_environment` before `main` is called.
+    BadInput, and every error that `explain_error` can explain, is printed to stderr; all other errors are raised. A
+    `main` that returns nothing gives exit code 0. The environment is checked by `check_environment` before `main` is
+    called.
     """
 
     @wraps(main)
@@ -179,7 +180,7 @@ def exit_on_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
                 check_environment(os.environ)
                 return main(*arguments, **named) or 0
             except (BadInput, MemoryError, OSError, ImportError, RuntimeError) as error:
-                problem = error if isinstance(error, BadInput) else sentence(error)
+                problem = error if isinstance(error, BadInput) else explain_error(error)
                 if problem is None:
                     raise
                 print(f"error: {problem}", file=sys.stderr)
@@ -193,7 +194,7 @@ GO_ON = "Then go on with --run.resume latest; earlier checkpoints are untouched.
 
 @contextmanager
 def as_sentences(then: str = GO_ON) -> Iterator[None]:
-    """Raise BadInput with a sentence of advice in place of every error in the block that `sentence` can explain.
+    """Raise BadInput with a sentence of advice in place of every error in the block that `explain_error` can explain.
 
     Other errors are raised unchanged.
 
@@ -206,7 +207,7 @@ def as_sentences(then: str = GO_ON) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
-        problem = sentence(error)
+        problem = explain_error(error)
         if problem is None:
             raise
         raise BadInput(f"{problem} {then}".rstrip()) from error

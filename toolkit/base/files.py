@@ -27,6 +27,12 @@ STALLED_S = 30.0  # seconds of waiting for a disk before a message
 _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
 
+def from_here(path: Path) -> str:
+    """Return a path as text for a command: relative to the current folder if it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def near_names(path: Path) -> str:
     """Return the end of a message about a path that does not exist: "; did you mean ...?" with up to 3 similar names.
 
@@ -45,7 +51,7 @@ def near_names(path: Path) -> str:
     stem = without_suffix(name)  # an equal suffix alone does not make a name similar
     similar = [other for other in names if did_you_mean(stem, [without_suffix(other)])]
     more = ", ..." if len(names) > 5 else ""
-    listed = f"{given}{os.sep} has {', '.join(names[:5])}{more}" if names else ""
+    listed = f"{given}{os.sep} contains {', '.join(names[:5])}{more}" if names else ""
     return did_you_mean(name, similar, otherwise=listed, written=lambda near: str(given / near), most=3)
 
 
@@ -150,7 +156,18 @@ def read_yaml(path: Path, where: str, what: str = "YAML"):
     except OSError as error:
         raise BadInput(f"{where}: cannot be read as {what}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"{where}: cannot be read as {what}: {error}") from error
+        raise BadInput(f"{where}: cannot be read as {what}: {_yaml_fault(error)}") from error
+
+
+def _yaml_fault(error: Exception) -> str:
+    """Return what is wrong with a YAML file, its line and column, and that line with a mark below it."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error)
+    begun = error.context_mark
+    context = f" ({error.context} of line {begun.line + 1})" if begun is not None and error.context else ""
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    return f"{place}: {error.problem}{context}\n{mark.get_snippet() or ''}".rstrip()
 
 
 class YamlLoader(yaml.SafeLoader):

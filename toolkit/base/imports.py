@@ -29,15 +29,15 @@ def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
         if error.name != module:  # it is installed, but an import of its own fails
             raise
         raise BadInput(
-            f'{purpose} need {module}, which is not installed: pip install "detection-toolkit[{extra}]"'
+            f'{purpose} need {module}, which is not installed: pip install ".[{extra}]" in the folder of the toolkit'
         ) from error
 
 
 def import_lightly(module: str) -> None:
     """Import torchvision or timm, but not what they import and most runs do not use: torch's compiler, and wandb.
 
-    The compiler, `torch._dynamo`, takes nearly a second and 150 MB of every process, wandb 0.4 s. What is imported
-    already stays; what is not has a substitute as long as `module` is imported:
+    The compiler, `torch._dynamo`, takes nearly a second and 150 MB of every process, wandb 0.4 s. Packages that are
+    imported already stay; the others are replaced while `module` is imported:
 
     - `torch.compiler.disable` is `disable_compiler`.
     - torchvision takes a function from `torch._dynamo.utils`: here the function imports the compiler when it is called.
@@ -124,8 +124,8 @@ def importing() -> Iterator[None]:
     """Disable the garbage collector during seconds of imports, as `gc_disabled` does.
 
     The objects that exist after the first block of a process are frozen: the collector never looks at them again. Of
-    later blocks only one that imports very much does so, such as transformers with torch's compiler: otherwise the
-    objects may be in use for a while only.
+    later blocks only one that imports very much does so, such as transformers with torch's compiler, because the
+    objects of others may soon be deleted.
     """
     global _has_frozen
     modules_before = len(sys.modules)
@@ -155,6 +155,7 @@ def trust_files(trusted: bool = True) -> None:
 
 
 def files_are_trusted() -> bool:
+    """Return whether `trust_files` has allowed every file to name code, or to be code."""
     return _trusts_all
 
 

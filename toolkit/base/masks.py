@@ -34,7 +34,7 @@ class Rle(NamedTuple):
         return {"size": list(self.size_hw), "counts": self.counts}
 
     def as_json(self) -> dict:
-        """Return the dict that stands in COCO's JSON files, as their `segmentation`."""
+        """Return the mask as the `segmentation` of COCO's JSON files."""
         return {"size": list(self.size_hw), "counts": self.counts.decode("ascii")}
 
 
@@ -59,7 +59,7 @@ class Masks:
 
     @classmethod
     def of(cls, shapes: Sequence[Shape]) -> "Masks":
-        """Return the masks in the picture that was annotated."""
+        """Build the masks as they were annotated: neither scaled, moved nor cut."""
         count = len(shapes)
         everywhere = np.tile([-np.inf, -np.inf, np.inf, np.inf], (count, 1))
         return cls(tuple(shapes), np.ones((count, 2)), np.zeros((count, 2)), everywhere)
@@ -93,7 +93,7 @@ class Masks:
         return replace(self, scale=scale, shift=shift, visible_xyxy=visible)
 
     def cut(self, left: float, top: float, right: float, bottom: float) -> "Masks":
-        """Return the masks of which nothing outside this region of the image is visible any more."""
+        """Return the masks cut to this region, in pixels of the image; nothing is moved."""
         low = np.maximum(self.visible_xyxy[:, :2], [left, top])
         high = np.minimum(self.visible_xyxy[:, 2:], [right, bottom])
         return replace(self, visible_xyxy=np.concatenate([low, high], axis=1))
@@ -223,7 +223,7 @@ def bitmap(shape: Shape, size_hw: Size) -> np.ndarray:
 
 
 def rles_of(pixels: Tensor) -> list[Rle]:
-    """Return masks (N, H, W) on the CPU, true or not 0 inside, as run lengths, those of `pycocotools.mask.encode`.
+    """Return masks (N, H, W) on the CPU, true or not 0 inside, as the run lengths of `pycocotools.mask.encode`.
 
     Only the pixels in the box around each mask are looked at one by one, since most masks are small.
     """

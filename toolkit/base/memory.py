@@ -26,7 +26,7 @@ def peak_memory_mb() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     if sys.platform == "linux":
         # `ru_maxrss` is that of the program that started this one, too, where that was larger.
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10
     try:
         import resource

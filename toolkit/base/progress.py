@@ -15,8 +15,7 @@ class ShownProgress(AbstractContextManager):
 
     Args:
         what: the work.
-        total: number of units that it has; None: not known.
-        units: what is counted, in the plural.
+        total: number of units of it; None: not known. units: their name, in the plural.
         is_shown: False shows nothing, as on processes other than the main one.
     """
 

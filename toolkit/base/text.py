@@ -72,7 +72,7 @@ def in_markdown(text: object, limit: int = 80) -> str:
 
 
 def as_code(text: object, limit: int = 80) -> str:
-    """Return `shown(text, limit)` as code in a line of Markdown: every letter is kept, and none is read as markup."""
+    """Return `shown(text, limit)` as code in a line of Markdown: all letters stay, and none is read as markup."""
     text = shown(text, limit)
     longest = max(map(len, re.findall("`+", text)), default=0)
     marks = "`" * (longest + 1)

@@ -1,7 +1,7 @@
 """The input and output of a reader: its options; images, boxes and relations as columns, exactly as in the file.
 
 Columns hold numbers only. A field that is not of its type (a string instead of a number, a box of three numbers) is
-described at once, in a sentence, and a placeholder stands in its column; the other fields of the entry are read.
+described at once, in a sentence, and its column gets a placeholder; the other fields of the entry are read.
 """
 
 import math
@@ -136,7 +136,7 @@ class Annotations:
     odd: entries that have faults, or numbers that the columns do not hold exactly, as the file has them, by number of
         the annotation
     masks: masks by number of the annotation, for those that have any; None: masks are not read
-    mask_faults: what is wrong with masks, as phrases, by number of the annotation
+    mask_faults: phrases on faulty masks, by number of the annotation
     """
 
     def __init__(self, categories: list | None = None, masks: bool = False):

@@ -60,6 +60,8 @@ class BoxColumns:
         return self.rows[self.image[number]] if self.image[number] >= 0 else None
 
     def problem(self, number: int, severity: str, sentence: str) -> Problem:
+        """Return the problem of an annotation, with its id and the file and id of its image as far as they are
+        known."""
         entry = self.annotations.entry(number)
         if not isinstance(entry, dict):
             return Problem(severity, self.file, None, None, sentence)
@@ -150,7 +152,7 @@ BOX_RULES = (
 def check_boxes(
     annotations: Annotations, file: str, rows: Mapping, labels: Mapping, attributes: Mapping, problems: list[Problem]
 ) -> tuple[Boxes, AnnotationIndex]:
-    """Return the boxes of all images in `rows` (by id), in their order, and the index of the annotations.
+    """Return the boxes of all images in `rows`, in their order, and the index of the annotations.
 
     rows: usable and unusable images by id. labels: label of each category id. attributes: row of each attribute id; if
     empty, `attribute_ids` is not read. problems: list to which the problems found are added.

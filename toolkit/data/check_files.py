@@ -51,7 +51,8 @@ def check_image_files(
     source: str = "JSON",
     white: int | None = None,
 ) -> tuple[list[Problem], dict[str, str]]:
-    """Check the image file of every row in a thread pool, and report image files beside them that are not in `listed`.
+    """Check the image file of every row in a thread pool, and report other image files in their folders that are not in
+    `listed`.
 
     check_images: "full" decodes each image, "header" reads size and end marker; True means "full" for at most
     FULL_CHECK_LIMIT images, else "header". max_pixels: an image with more pixels cannot be used. source: what the rows
@@ -67,20 +68,22 @@ def check_image_files(
             f"{image_root}: none of the {len(rows)} listed images is in this folder{named}; set the image folder "
             "(--data.image_dir)"
         )
-    full, problems = depth(check_images, len(rows), image_root)
+    full, problems = choose_check_depth(check_images, len(rows), image_root)
     check = image_checker(image_root, full, max_pixels, source, white)
     folders = sorted({os.path.dirname(row.file_name) for row in rows})
-    problems += parallel(check, rows, "checking images", waits_for(image_root))
+    problems += map_in_threads(check, rows, "checking images", reading_threads(image_root))
     deep = with_16_bits(rows, problems)
     files = [image_root / row.file_name for row in deep]
     read = partial(largest_value, max_pixels=max_pixels)
-    problems += white_problems(str(image_root), files, read, full, white, waits_for(image_root))
+    problems += white_problems(str(image_root), files, read, full, white, reading_threads(image_root))
     problems += _linked_files(rows, image_root)
     problems += unlisted_files(image_root, folders, listed)
     return problems, {path: digest_of(path) for path in watched_of(image_root, folders)}
 
 
-def depth(check_images: bool | str, count: int, image_root: Path | ImageSources) -> tuple[bool, list[Problem]]:
+def choose_check_depth(
+    check_images: bool | str, count: int, image_root: Path | ImageSources
+) -> tuple[bool, list[Problem]]:
     """Return whether each of `count` images is to be decoded, and a list with a note if there are too many for that.
 
     check_images: as of `check_image_files`.
@@ -122,7 +125,8 @@ def image_checker(
 
 
 def with_16_bits(rows: Sequence[ImageRow], problems: Iterable[Problem]) -> list[ImageRow]:
-    """Return the rows whose images have 16 bits, which a note among the problems says, and no error."""
+    """Return the rows of images with 16 bits: those with a note that says so among the problems, and without an
+    error."""
     deep = {problem.image_id for problem in problems if problem.message in NOTES_OF_16_BITS}
     faulty = {problem.image_id for problem in problems if problem.severity == "error"}
     return [row for row in rows if row.image_id in deep - faulty]
@@ -146,7 +150,7 @@ def white_problems(
         read: returns the largest value of an item's image. Raises ImageError.
         full: whether all images are read; otherwise at most `SAMPLED_FOR_WHITE` of them.
         white: `data.white`; None: `FULL_RANGE`.
-        threads: as of `parallel`.
+        threads: as of `map_in_threads`.
     """
 
     def largest_of(item: Any) -> list[int]:
@@ -159,7 +163,7 @@ def white_problems(
         return [Problem("warning", where, None, None, message)] if white else []
     step = 1 if full else -(-len(items) // SAMPLED_FOR_WHITE)
     some = items[::step]
-    largest = max(parallel(largest_of, some, "reading 16-bit values", threads), default=None)
+    largest = max(map_in_threads(largest_of, some, "reading 16-bit values", threads), default=None)
     if largest is None:
         return []
     of_read = f"the largest value in {len(some)} of {len(items)} images with 16 bits is {largest}"
@@ -176,7 +180,7 @@ def white_problems(
     return [Problem("warning", where, None, None, message)]
 
 
-def waits_for(image_root: Path | ImageSources) -> int | None:
+def reading_threads(image_root: Path | ImageSources) -> int | None:
     """Return the number of threads for reading files of a root: many for remote storage, because of its latency.
 
     None means one thread per core.
@@ -257,8 +261,8 @@ def _problem(row: ImageRow, severity: str, message: str) -> Problem:
     return Problem(severity, row.file_name, row.image_id, None, message)
 
 
-def parallel(check: Callable[[Any], list], rows: Sequence, what: str, threads: int | None = None) -> list:
-    """Apply `check` to every row in threads, and return the lists of results joined to one, in the order of the rows.
+def map_in_threads(check: Callable[[Any], list], rows: Sequence, what: str, threads: int | None = None) -> list:
+    """Call `check` for every row in threads, and return the lists of results joined to one, in the order of the rows.
 
     A progress bar is shown if this takes long; without a terminal, a line is printed for every `ROWS_PER_CHUNK` rows. A
     stalled disk is reported.
@@ -298,7 +302,7 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
             return [name]
         return []
 
-    names = parallel(linked, rows, "looking for links", waits_for(image_root))
+    names = map_in_threads(linked, rows, "looking for links", reading_threads(image_root))
     if not names:
         return []
     some = ", ".join(map(shown, names[:3]))
@@ -311,7 +315,7 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
 def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], listed: Set[str]) -> list[Problem]:
     """Return a warning for each image file in these folders of the root that is not in `listed`.
 
-    If there are more than `MAX_UNLISTED_NAMED` such files, one warning stands for all of them.
+    If there are more than `MAX_UNLISTED_NAMED` such files, one warning names the first and gives their number.
     """
     listed = {os.path.normpath(name) for name in listed}
     names = [name for name in _image_names(image_root, folders) if name not in listed]

@@ -38,8 +38,8 @@ _SUSPICIOUS = re.compile(r"^/|\.\.|[\\:\0]")  # in every name that leaves a fold
 class CheckedAnnotations:
     """The usable part of the annotations, and the problems found.
 
-    images: in the order of the file; `boxes` and `relations` belong to these alone. listed: all file names, also those
-    of unusable images.
+    images: in the order of the file; `boxes` and `relations` are those of these images. listed: all file names, also
+    those of unusable images.
     """
 
     images: list[ImageRow]

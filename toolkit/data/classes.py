@@ -38,11 +38,11 @@ def with_classes(table: DetectionTable, class_map: ClassMap) -> DetectionTable:
 
     Args:
         class_map: new name by old name. None leaves the boxes of a class out. Classes with one new name are merged,
-            also with a class that keeps this name. "*" stands for all classes that are not named; without it they keep
-            their names. Old names that the table lacks are ignored: see `check_class_map`.
+            also with a class that keeps this name. "*" means all classes that are not named; without it they keep their
+            names. Old names that the table lacks are ignored: see `check_class_map`.
 
-    The new classes stand in the order in which the table lists the first old class of each, and have its id. Images
-    whose boxes are all left out stay, as images without objects. A relation is left out with one of its two boxes.
+    The new classes are in the order of the first old class of each in the table, and have its id. Images whose boxes
+    are all left out stay, as images without objects. A relation is left out with one of its two boxes.
 
     Raises BadInput: no class is left.
     """

@@ -81,7 +81,7 @@ class DetectionDataset(torch.utils.data.Dataset):
         transform: `(image, target, generator) -> (image, target)`, see `toolkit.data.transforms.geometry`. If a key
             carries a size (`toolkit.data.sampling.VariableSizes`), the transform gets this size (h, w) as one more
             argument.
-        seed: the augmentation depends on the seed and the key of the sample alone, not on workers or resuming.
+        seed: the augmentation depends only on the seed and the key of the sample, not on workers or resuming.
         cache_images: decode every image now and keep it as uint8; for sets of a few thousand small images. Workers
             that are forked share the memory.
         mirrored: pairs of predicates that change places in a mirrored picture, see `mirrored_predicates`.

@@ -213,7 +213,7 @@ def _check_scans(
 
 
 def largest_value(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> int:
-    """Return the largest value of an image with 16 bits, for which `probe_image` has a note of `sixteen_bits.NOTES`.
+    """Return the largest 16-bit value of an image for which `probe_image` has a note of `sixteen_bits.NOTES`.
 
     Raises ImageError as `decode_image` does.
     """
@@ -229,7 +229,7 @@ def largest_value(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMA
 
 
 def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageProbe:
-    """Read size, format and notes of an image from its header alone.
+    """Read size, format and notes of an image from its header only.
 
     Raises ImageError as `decode_image` does, but a truncated image is not noticed.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources
@@ -21,7 +21,7 @@ MAX_FOLDERS = 2_000  # of a data set that are looked through
 
 @dataclass
 class Found:
-    """Rows of images whose pictures were looked for, and the folder that their names are relative to.
+    """The rows of images after a search for their pictures, and the folder that their names are relative to.
 
     moved: path of the folder that was given, relative to `image_root`; "" if it is the same.
     problems: a note on each folder in which pictures were found.
@@ -35,7 +35,7 @@ class Found:
     watched: list[str] = field(default_factory=list)
 
     def names(self, listed: Iterable[str]) -> set[str]:
-        """Return names relative to the folder that was given as names relative to `image_root`."""
+        """Convert names relative to the given folder to names relative to `image_root`."""
         return {os.path.join(self.moved, name) for name in listed}
 
 
@@ -85,7 +85,9 @@ def find_missing(
     if not isinstance(root, Path):
         return Found(images, root)
     named = [row for row in images if isinstance(row.file_name, str) and not unsafe_file_name(row.file_name)]
-    missing = parallel(lambda row: [] if os.path.exists(root / row.file_name) else [row], named, "looking for images")
+    missing = map_in_threads(
+        lambda row: [] if os.path.exists(root / row.file_name) else [row], named, "looking for images"
+    )
     if not missing:
         return Found(images, root)
     folders = _folders_of_split(layout, base, split)

@@ -64,9 +64,11 @@ class Folder:
         return str(self.root)
 
     def holds(self, name: str) -> bool:
+        """Return whether the folder has a file of this name, which may contain subfolders."""
         return os.path.exists(self.root / name)
 
     def source(self, name: str) -> Path:
+        """Return the path of the file of this name, whether it exists or not."""
         return self.root / name
 
     def leads_out(self, name: str) -> bool:
@@ -215,6 +217,7 @@ class Storage(_Listed):
         return self.url
 
     def digest(self) -> str:
+        """Return a hash of the names, sizes and stamps of all files."""
         return _hash_of((name, size, stamp) for name, (size, _, stamp) in self.entries.items())
 
     def _fetch(self, entry: tuple) -> bytes:
@@ -243,9 +246,11 @@ class Shards(_Listed):
         return f"parquet:{self.column}:{self.root}"
 
     def holds(self, name: str) -> bool:
+        """Return True: names come from the Parquet files themselves."""
         return True
 
     def source(self, name: str) -> Stored:
+        """Return the place of the image of this name, which is not read yet."""
         return Stored(self, name)
 
     def read(self, name: str) -> bytes:
@@ -301,10 +306,11 @@ class ImageSources:
         return Stored(self, name)
 
     def read(self, name: str) -> bytes:
-        """Raise FileNotFoundError: none of the places holds the file."""
+        """Raise FileNotFoundError; it is called, through `Stored`, only for a file that none of the places holds."""
         raise FileNotFoundError(errno.ENOENT, f"image file not found in any of {self}", str(self))
 
     def resolve(self) -> "ImageSources":
+        """Return self, as `Path.resolve` returns a path, for code that accepts both."""
         return self
 
     def specs(self) -> list[str]:

@@ -121,6 +121,7 @@ class Splits:
 
     @property
     def folder(self) -> Path:
+        """The folder of the data set."""
         return self.layout.folder
 
     def unused(self) -> list[str]:

@@ -204,7 +204,7 @@ def _compare(
 
 
 def _by_corners(shapes: Sequence[Shape]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return areas (N,), boxes (N, 4) xyxy and lengths of outline (N,) in pixels of polygons, by their corners alone;
+    """Return areas (N,), boxes (N, 4) xyxy and lengths of outline (N,) in pixels of polygons, only by their corners;
     NaN for all other masks.
 
     Where polygons of a mask overlap, the area is larger than that of its pixels.

@@ -108,7 +108,7 @@ def train_transform(c: Any) -> Transform:
 
 
 def training_sizes(c: Any) -> VariableSizes | None:
-    """Return the sampler of the image sizes of training batches; None: the transform alone decides the sizes.
+    """Return the sampler of the image sizes of training batches; None: only the transform decides the sizes.
 
     For the recipes ssd and yolov3, and for mosaics, it is never None.
 
@@ -248,7 +248,7 @@ def _epoch_sampler(
             repeats = _without_empty(table, c.tile_empty, repeats)
         if c.shares:
             strata = table.set_of_image()
-            repeats = set_repeats(strata, max(1, len(table.sets)), c.shares, repeats)
+            repeats = repeats_for_shares(strata, max(1, len(table.sets)), c.shares, repeats)
     rank, world_size = world()
     return EpochSampler(
         len(table),
@@ -266,7 +266,7 @@ def _epoch_sampler(
 
 
 def tiling_of(c: Any) -> Tiling | None:
-    """Return the way in which settings with the names of `toolkit.run.settings.DataConfig` cut pictures; None: not.
+    """Return how settings with the names of `toolkit.run.settings.DataConfig` cut pictures; None: they cut none.
 
     Raises BadInput naming each setting that is invalid.
     """
@@ -275,7 +275,7 @@ def tiling_of(c: Any) -> Tiling | None:
 
 
 def tiling_of_run(settings: Mapping[str, Any], size: Mapping[str, int]) -> Tiling | None:
-    """Return the way in which a run cuts pictures; None: it does not, as those that were made without this setting.
+    """Return how a run cuts pictures; None: it does not, or was made before there was this setting.
 
     Args:
         settings: the group `data` of its settings, of which `TILE_SETTINGS` are read.
@@ -339,7 +339,7 @@ def _check_last_epochs(c: Any) -> None:
 
 
 def check_masks(c: Any, asked_by: str) -> None:
-    """Raise BadInput naming each setting of `data` with which a picture does not have the masks of its objects.
+    """Raise BadInput naming each setting of `data` that would leave a picture without the masks of its objects.
 
     asked_by: the setting that asks for masks, such as "model.masks".
     """
@@ -432,7 +432,7 @@ def repeat_factors(
     return np.array([factors[of_image].max(initial=1.0) for of_image in labels])
 
 
-def set_repeats(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
+def repeats_for_shares(sets: np.ndarray, count: int, shares: Sequence[float], repeats: np.ndarray | None) -> np.ndarray:
     """Return (len,): how often each image is drawn in an epoch, so that each set has its share of the samples.
 
     An epoch keeps its length, so an image of a large set may be drawn less than once in it.

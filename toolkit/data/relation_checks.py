@@ -30,6 +30,7 @@ class AnnotationIndex:
 
     @functools.cached_property
     def image_ids(self) -> Codes:
+        """The codes of the ids of images, see the class."""
         codes = Codes()
         for image_id in self.images:
             codes(image_id)
@@ -45,14 +46,17 @@ class AnnotationIndex:
 
     @functools.cached_property
     def id(self) -> np.ndarray:
+        """The ids of the K kept annotations, (K,), ascending."""
         return self.boxes.ids[self._order]
 
     @functools.cached_property
     def image(self) -> np.ndarray:
+        """The position of the image of each annotation in `id`, (K,)."""
         return self.boxes.image_index[self._order]
 
     @functools.cached_property
     def row(self) -> np.ndarray:
+        """The position of each annotation in `id` among the boxes of its image, (K,)."""
         return self._order - self.boxes.offsets[self.image]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
@@ -120,7 +124,7 @@ class RelationFacts:
         return len(self.label)
 
     def given(self, number: int) -> Mapping:
-        """Return a relation as the file has it; an empty one in place of what is not a relation."""
+        """Return a relation as the file has it; {} if the entry is not a mapping."""
         entry = self.relations.entry(number)
         return entry if isinstance(entry, dict) else {}
 
@@ -137,6 +141,7 @@ class RelationFacts:
         return repeated
 
     def problem(self, number: int, severity: str, sentence: str) -> Problem:
+        """Return the problem of a relation, with the id of its image if that is known."""
         if severity == "warning":
             return Problem(severity, self.file, self.image_id(number), None, sentence)
         given = self.given(number)

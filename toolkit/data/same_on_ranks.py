@@ -58,7 +58,7 @@ def _differences(name: str, table: DetectionTable) -> list[str]:
     for rank, found in enumerate(of_ranks):
         ranks_of.setdefault(found, []).append(rank)
     return [
-        f"{name}: rank {', '.join(map(str, ranks))} on the machine {machine} has read other data than rank 0 on "
+        f"{name}: rank {', '.join(map(str, ranks))} on the machine {machine} has other data than rank 0 on "
         f"{machine_of_main}: {difference}. Give every machine the same annotations; their folders may differ"
         for (machine, difference), ranks in ranks_of.items()
         if difference

@@ -189,7 +189,7 @@ class EpochSampler:
         num_samples: samples in the dataset.
         batch_size_per_device: samples per rank in a micro-batch.
         rank, world_size: the rank of this process, and the number of processes.
-        seed: with the epoch, the only thing the order depends on.
+        seed: the order depends only on it and the epoch.
         groups: (num_samples,) int; global micro-batches are then of one group (aspect ratios), left-overs mixed.
             The order then depends on `world_size * batch_size_per_device` too.
         shuffle: False keeps the dataset's order.

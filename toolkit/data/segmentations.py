@@ -153,8 +153,8 @@ def _run_lengths(segmentation: Mapping) -> tuple[Shape, list[str]]:
 def decompressed(counts: str | bytes) -> np.ndarray | None:
     """Return the run lengths (R,) int64 of COCO's compressed text; None if it is not such a text.
 
-    After pycocotools' `rleFrString`: five bits a sign, the sixth says that the number goes on, and from the fourth
-    number on each is the difference to the one before the last.
+    After pycocotools' `rleFrString`: five bits in each character; a sixth says that the number goes on, and from the
+    fourth number on each is the difference to the one before the last.
     """
     try:
         signs = np.frombuffer(counts.encode("ascii") if isinstance(counts, str) else counts, np.uint8).astype(np.int64)
@@ -210,8 +210,8 @@ def near_picture(shape: Polygons | Rle, size_hw: tuple[int, int]) -> Polygons | 
 
 
 def clipped(rings: Polygons, size_hw: tuple[int, int], margin: float = 0.0) -> Polygons:
-    """Return polygons cut to a picture of this size, and a margin of so many pixels on each side of it, without those
-    of which less than three corners are left.
+    """Return polygons cut to a picture of this size with a margin of `margin` pixels on each side; those with less than
+    three corners left are dropped.
 
     After Sutherland and Hodgman, "Reentrant polygon clipping" (1974): parts of a polygon that the cut separates stay
     joined by edges on the border, which enclose no area.

@@ -122,7 +122,8 @@ def open_splits(
     overfit_images: int = 0,
     **reading,
 ) -> tuple[DetectionTable, DetectionTable]:
-    """Open training and validation data with the same classes; their problems are listed in `folder`.
+    """Open training and validation data with the same classes, and report what was recognised and images in both. The
+    problems of each split that is read are listed in `folder/data_problems_<split>.txt`.
 
     Args:
         val: as `train`; or a share or fold (see `share_of`): then this part of the training data is held out.
@@ -148,17 +149,20 @@ def open_splits(
         hold_out = index.tool("hold_out")
         first_on_each_machine(lambda: hold_out(whole, share, reading.get("cache_dir")))
         table, val_table = hold_out(whole, share, reading.get("cache_dir"))
-        say(share_that_came_out(len(val_table), len(whole), share))
+        say(describe_held_out_share(len(val_table), len(whole), share))
     else:
         opening_val = partial(open_split, val, say=say, listing=val_listing, **reading)
         table, val_table = all_faults(opening, opening_val)
         val_table = _in_classes_of(table, val_table, reading)
         _warn_of_overlap(table, val_table, ("the training data", "the validation data"), say)
     check_same_classes(table, val_table)
-    table = table.head(max_train_images or len(table))
+    if max_train_images and max_train_images < len(table):
+        say(f"data.max_train_images: the first {max_train_images} of {len(table)} training images are used")
+        table = table.head(max_train_images)
     if overfit_images:
         table = table.head(overfit_images)
         val_table = table
+        say(f"data.overfit_batches: the first {len(table)} training images are both trained and evaluated on")
     return table, val_table
 
 
@@ -188,7 +192,7 @@ def share_of(source: str | float) -> float | Fold | None:
     return share
 
 
-def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
+def describe_held_out_share(held: int, images: int, share: float | Fold) -> str:
     """Return a sentence that says how many of the images were held out for validation.
 
     It is followed by a warning if their number is far from the share that was asked for.
@@ -198,7 +202,7 @@ def share_that_came_out(held: int, images: int, share: float | Fold) -> str:
     text += f"their content; training: {images - held}"
     if not 2 / 3 < held / (images * share) < 1.5 and abs(held - images * share) >= 2:
         text += "\nwarning: this is far from the share that was asked for, because images that look alike are held out "
-        text += "together, or there are few; try another data.val, or give a split of its own"
+        text += "together, or because there are few images; try another data.val, or give a validation split"
     return text
 
 
@@ -254,7 +258,8 @@ def counted_boxes(counts: Mapping[str, int]) -> str:
 
 
 def notes_of(table: DetectionTable) -> list[str]:
-    """Return a line for each set of a joined table: images, boxes, and the classes that it does not label."""
+    """Return a line for each set of a table, which must be joined: images, boxes, and the classes that it does not
+    label."""
     lines = []
     for one, counts in zip(table.sets, counts_of(table)["sets"].values(), strict=True):
         unlabelled = [name for row, name in enumerate(table.class_names) if row not in one.classes]
@@ -305,7 +310,7 @@ def mostly_empty(table: DetectionTable) -> str:
             fault = f"{len(empty)} of {len(of_set)} images{of} have no object, such as {names}"
             crowds_alone = int(has_crowds[empty].sum())
             if crowds_alone:
-                fault += f"; {crowds_alone} of them have crowd regions alone. {CROWDS_ARE_SKIPPED}"
+                fault += f"; {crowds_alone} of them have only crowd regions. {CROWDS_ARE_SKIPPED}"
             faults.append(fault)
     return "; ".join(faults)
 
@@ -325,8 +330,8 @@ def check_not_empty(table: DetectionTable, is_allowed: bool) -> None:
     if fault:
         labels = "" if CROWDS_ARE_SKIPPED in fault else " Were the labels found?"
         raise BadInput(
-            f"{table.name}: {fault}.{labels} `python scripts/check_data.py` shows what is read; if it is meant, set "
-            "--data.allow_mostly_empty true"
+            f"{table.name}: {fault}.{labels} `python scripts/check_data.py` shows what is read; if this is intended, "
+            "set --data.allow_mostly_empty true"
         )
 
 
@@ -349,7 +354,7 @@ def _image_files(table: DetectionTable) -> set[str]:
 def overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str]) -> str:
     """Return a sentence about the images that two splits share, see `shared_images`; "" if they share none.
 
-    names: what the two splits are called in the sentence.
+    names: of the two splits, for the sentence.
     """
     shared = shared_images(first, second)
     if not shared:
@@ -376,7 +381,8 @@ def _odd_classes(train: DetectionTable, other: DetectionTable) -> str:
     only_other = [each for each in other.class_names if each not in train.class_names]
     texts = []
     if only_other:
-        texts.append(f"{other.name} lists {_quoted(only_other)}, which {train.name} does not: list the same in both")
+        advice = "list the same classes in both"
+        texts.append(f"{other.name} lists {_quoted(only_other)}, which {train.name} does not: {advice}")
     if only_train:
         dropped = ", ".join(f"{each}: null" for each in only_train)
         advice = f"add it there, or drop it by --data.classes '{{{dropped}}}'"
@@ -424,7 +430,7 @@ def open_all_splits(
             told.extend(error.problems)
             if world()[0] == 0:
                 print(f"error: {error}", file=sys.stderr, flush=True)
-            say("This run cannot start. The data are checked too, so that all problems are listed at once.")
+            say("The data are checked too, so that all problems are listed at once.")
             raise
 
     calls = [look, partial(open_splits, train, val, folder, say=say, **options)]
@@ -448,7 +454,7 @@ def open_all_splits(
 def _warn_of_overlap(first: DetectionTable, second: DetectionTable, names: tuple[str, str], say: Say) -> None:
     text = overlap(first, second, names)
     if text:
-        say(f"warning: {text}: what is measured on them says nothing about other images")
+        say(f"warning: {text}: metrics on these images say nothing about other images")
 
 
 def _in_classes_of(train: DetectionTable, other: DetectionTable, reading: dict) -> DetectionTable:

@@ -107,7 +107,7 @@ class LabelledImages:
 
 @dataclass(eq=False)
 class DetectionTable:
-    """Images with their boxes, one row per image. What it holds is not written to.
+    """Images with their boxes, one row per image. Its columns are never written to.
 
     attributes: names in the order of their ids; empty: the data have no attributes.
     image_root: the root of `file_name` (`toolkit.data.image_sources`); None when the images are embedded.
@@ -388,6 +388,7 @@ class DetectionTable:
 
     @property
     def class_names(self) -> list[str]:
+        """The names of the classes in the order of the labels."""
         return [category.name for category in self.categories]
 
     def head(self, count: int) -> "DetectionTable":

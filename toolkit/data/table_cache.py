@@ -81,17 +81,17 @@ def cached_table(
         table = write(cache_file)
     table.max_image_pixels = reading.max_image_pixels
     table.white = reading.white
-    problems = [_with_path(problem, table.image_root) for problem in table.problems]
+    problems = [_with_path(problem, table.image_root, name) for problem in table.problems]
     raise_or_log_errors(problems, reading.on_error if len(table) else "raise", name)
     if not len(table):
         raise BadInput(f"{name}: {empty}")
     return table
 
 
-def _with_path(problem: Problem, root: Path | ImageSources | None) -> Problem:
+def _with_path(problem: Problem, root: Path | ImageSources | None, annotation_file: str) -> Problem:
     """Return the problem of an image file with the path of the file in place of its name, which is relative to `root`.
     """
-    is_of_file = problem.image_id is not None and problem.annotation_id is None
+    is_of_file = problem.image_id is not None and problem.annotation_id is None and problem.file != annotation_file
     if not is_of_file or not isinstance(root, Path) or unsafe_file_name(problem.file):
         return problem
     return dataclasses.replace(problem, file=str(root / problem.file))
@@ -105,7 +105,7 @@ def file_digest(file: Path) -> bytes:
     try:
         mode = os.stat(file).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe would be waited for, a device read without end
-            raise BadInput(f"{file}: not a file but a pipe or a device; it is read twice, so give a file")
+            raise BadInput(f"{file}: not a file but a pipe or a device, which cannot be read twice; give a file")
         with open(file, "rb") as stream:
             return hashlib.file_digest(stream, hashlib.blake2b).digest()
     except FileNotFoundError as error:
@@ -181,7 +181,8 @@ def write_table(
 
 @contextlib.contextmanager
 def _temporary(cache_file: Path) -> Iterator[Path]:
-    """Yield a file beside `cache_file` that is removed afterwards; raise BadInput for a disk that cannot be written."""
+    """Yield a file in the folder of `cache_file` that is removed afterwards; raise BadInput for a disk that cannot be
+    written."""
     temporary = None
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +320,8 @@ def _from_info(cache_file: Path, info: Mapping) -> DetectionTable:
 
 
 def fingerprint_in_cache(cache_file: Path) -> str:
-    """Return the fingerprint of a joined or held-out table that an earlier version of the toolkit wrote; "" if none."""
+    """Return the fingerprint of a joined or held-out table that an earlier version of the toolkit wrote; "" without
+    such a file, or if it is damaged."""
     try:
         info = json.loads(cache_file.read_text(encoding="utf-8"))
         is_whole = info["version"] == TABLE_VERSION and info["digest"] == _digest_of_info(info)

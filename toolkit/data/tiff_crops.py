@@ -1,8 +1,8 @@
 """Crops of TIFF files, decoded without the rest of the picture.
 
-A TIFF file stores its pixels in blocks, strips of rows or tiles, each of which is compressed alone. libtiff decodes
-single blocks, but Pillow asks it for the whole picture. So the blocks that a crop touches are copied, still
-compressed, into a small TIFF file in memory, which Pillow decodes (TIFF 6.0, sections 2, 3 and 15).
+A TIFF file stores its pixels in blocks, strips of rows or tiles, each of which is compressed by itself. libtiff decodes
+single blocks, but Pillow asks it for the whole picture. So the blocks that a crop touches are copied, still compressed,
+into a small TIFF file in memory, which Pillow decodes (TIFF 6.0, sections 2, 3 and 15).
 """
 
 import io

@@ -125,7 +125,8 @@ class CocoEvaluator:
         return "\n".join(lines)
 
     def draw(self, predictions: Mapping, count: int, path: Path) -> Path:
-        """Write a picture of `count` images to `path`, each with its annotated boxes beside its predictions."""
+        """Write a picture of `count` images to `path`, each with its annotated boxes on the left and its predictions on
+        the right."""
         from toolkit.evaluation.draw import draw_predictions  # here, since a run can do without pictures
 
         return draw_predictions(self.table, predictions, count, path)
@@ -181,8 +182,8 @@ def check_ground_truth(table) -> list[str]:
         Sentences about the limits of the metrics: classes without boxes, images with more boxes than are counted.
 
     Raises:
-        BadInput: AP is below 1.0, or the data have boxes without width, height, area or class, which COCO's AP does not
-            show; the message names the classes and the boxes.
+        BadInput: AP is below 1.0, or the data have boxes without width, height, area or class, which COCO's AP would
+            not show; the message names the classes and the boxes.
     """
     name = "the validation data"
     truth = table.boxes()

@@ -1,4 +1,4 @@
-"""Drawings of boxes and masks with labels, image grids, and ground truth beside predictions."""
+"""Drawings of boxes and masks with labels, image grids, and ground truth next to predictions."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ MOST_TAGS = 30  # objects in a picture; the tags and thick lines of more would h
 
 @dataclass
 class Mark:
-    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text beside it.
+    """A box (xyxy, pixels of the image) with a colour and, if it is not empty, a text next to it.
 
-    dashed: draw the lines of the box dashed, and the mask as its outline alone. mask: of the whole image; None: none.
+    dashed: draw the lines of the box dashed, and of the mask only the outline. mask: of the whole image; None: none.
     """
 
     box: Sequence[float]
@@ -236,7 +236,10 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
 
 
 def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int]) -> list[Mark]:
-    """Return a mark for each object, in the colour of its class, by ascending score; crowds are dashed.
+    """Return a mark for each object, by ascending score; crowds are dashed.
+
+    Boxes have the colour of their class. Masks have a colour for each object, since neighbours of one class would
+    merge, but not in a picture of so many objects that only colours say the classes.
 
     objects: as of `picture_with_boxes`. size_hw: height and width of the image, to which boxes are clipped.
     """
@@ -249,6 +252,7 @@ def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int
     scores = objects["scores"].tolist() if "scores" in objects else [None] * len(boxes)
     crowd = objects["iscrowd"].tolist() if "iscrowd" in objects else [0] * len(boxes)
     best_last = sorted(range(len(boxes)), key=lambda i: scores[i] or 0)
+    is_by_object = masks is not None and len(boxes) <= MOST_TAGS
     marks = []
     for i in best_last:
         label = int(objects["labels"][i])
@@ -256,7 +260,7 @@ def marks_of(objects: Mapping, class_names: Sequence[str], size_hw: Sequence[int
         text = drawable(class_names[label]) if is_known else f"label {label}?"
         if scores[i] is not None:
             text = f"{text} {scores[i]:.2f}"
-        colour = CLASS_COLOURS[label % len(CLASS_COLOURS)]
+        colour = CLASS_COLOURS[(i if is_by_object else label) % len(CLASS_COLOURS)]
         mask = None if masks is None else masks[i]
         marks.append(Mark(boxes[i].tolist(), colour, text, bool(crowd[i]), mask))
     return marks

@@ -60,10 +60,12 @@ class Matches:
 
     @property
     def num_images(self) -> int:
+        """The number I of images."""
         return len(self.image_ids)
 
     @property
     def num_classes(self) -> int:
+        """The number K of classes."""
         return len(self.class_names)
 
     @cached_property

@@ -4,8 +4,8 @@ The file `FILE.json` is a COCO results file, a list of `{image_id, category_id, 
 pixels and with the ids of the annotation file, which pycocotools and other programs read. A detector of masks adds
 `segmentation`, compressed run lengths `{size [height, width], counts}`. Beside this file are
 
-- `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of the images and
-  classes alone), the weights, and the printed metrics;
+- `FILE.about.json`: the data that the predictions were made on (a fingerprint of the data, and one of only the images
+  and classes), the weights, and the printed metrics;
 - `FILE.graphs.npz`: for scene graphs, the relations of each image as the detector gave them.
 """
 
@@ -47,7 +47,7 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
     """Return the detections of one image sorted by descending score, on the CPU.
 
     Boxes with the label -1, which a scene graph detector gives to boxes without a class, are left out, and so are the
-    pairs that contain them; the other pairs are re-indexed.
+    pairs that contain them and pairs of an object with itself; the others are re-indexed.
     """
     order = detections["scores"].argsort(descending=True, stable=True)
     order = order[detections["labels"][order] >= 0]

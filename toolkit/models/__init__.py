@@ -1,7 +1,7 @@
 """Detectors by name: the base of their settings, their classes, and `build_detector`.
 
-Each architecture has one dataclass of settings, beside the detector, with the published values. `build_detector` is the
-one place where training, evaluation and prediction build a model.
+Each architecture has one dataclass of settings, in the detector's folder, with the published values. `build_detector`
+is the one place where training, evaluation and prediction build a model.
 """
 
 import inspect
@@ -96,7 +96,7 @@ def detector_class(architecture: str) -> type["Detector"]:
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(
             f"model.architecture: {architecture} cannot be imported: {error}. Expected `module:Class` with the module "
-            "in this folder, beside the script or on PYTHONPATH"
+            "in this folder, in the script's folder or on PYTHONPATH"
         ) from error
     from toolkit.models.detector import Detector  # torch, for which `--help` need not wait
 

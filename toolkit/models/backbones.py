@@ -113,9 +113,9 @@ def timm_features(
 ) -> tuple[nn.Module, list[int]]:
     """Build an extractor of feature maps: images (B, 3, H, W) to a list of maps (B, C_i, H / s_i, W / s_i).
 
-    The images are normalised. Sides that a stride does not divide are rounded as the backbone does it. If a backbone
-    offers several maps of a stride, the deepest one is taken; a plain vision transformer gets a `VitPyramid`. The
-    extractor has timm's `feature_info`, and the parameters of the backbone have timm's names.
+    The images must be normalised already. Sides that a stride does not divide are rounded as the backbone does it. If a
+    backbone offers several maps of a stride, the deepest one is taken; a plain vision transformer gets a `VitPyramid`.
+    The extractor has timm's `feature_info`, and the parameters of the backbone have timm's names.
 
     Args:
         backbone: name of a timm model.
@@ -229,7 +229,7 @@ def _indices(backbone: str, strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_plain_vit(name: str) -> bool:
-    """Return whether timm's model `name` is a plain vision transformer with feature maps of stride `PATCH_PX` alone.
+    """Return whether timm's model `name` is a plain vision transformer with feature maps of only the stride `PATCH_PX`.
 
     Such a model accepts images of any size.
     """

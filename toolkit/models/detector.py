@@ -68,10 +68,10 @@ class Detector(nn.Module):
             layers.
         divided_by: {loss name: name of the denominator that `criterion` divides the loss by}, or one name for all.
         averaged_denominators: names of the denominators that the original program averages over its processes.
-        metric_names: names of the metrics that `criterion` returns beside the losses.
+        metric_names: names of the metrics that `criterion` returns.
         fixed_size: all images must have one size, without padding.
         stride: heights and widths of batches are multiples of this number of pixels.
-        weighs_boxes: the criterion weighs each box by `target["mixup"]`.
+        weighs_boxes: the criterion weights each box by `target["mixup"]`.
         masks_unlabelled: if `target["labelled"]` says that a class is not labelled in an image, no loss makes the class
             less likely in this image.
         weighs_classes: the criterion multiplies the classification loss of each object by the entry of its class in

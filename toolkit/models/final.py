@@ -175,7 +175,7 @@ def load_detector_weights(detector: nn.Module, tensors: Mapping[str, torch.Tenso
     """
     found = difference(detector.state_dict(), tensors)
     if found:
-        raise BadInput(f"{source}: the weights are not those of the detector beside them: {found}")
+        raise BadInput(f"{source}: the weights are not those of the detector in the same folder: {found}")
     detector.load_state_dict(tensors)
 
 

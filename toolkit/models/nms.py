@@ -80,7 +80,7 @@ def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tens
 
 
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
-    """Treat all classes of an image as one group, for so many boxes that most classes have few."""
+    """Treat all classes of an image as one group, for a number of boxes that leaves most classes few."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
     limit = _limit.get()
     if limit is None:

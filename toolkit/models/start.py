@@ -31,7 +31,7 @@ def start_detector(
     A setting that the user gave overrides the setting of the weights' source, which overrides the published default.
     Only the setting `masks` is never the source's.
     The settings of the source (and `known`) and the names of the given settings are written to
-    `<folder>/pretrained_config.json`, so that the detector can be built again from the run folder alone. A table of the
+    `<folder>/pretrained_config.json`, so that the detector can be built again from only the run folder. A table of the
     loaded tensors is written to `<folder>/pretrained.txt`.
 
     Args:
@@ -128,7 +128,7 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool, weig
     faults = []
     if mixup and not detector.weighs_boxes:
         faults.append(
-            f"data.mixup: the losses of {name} do not weigh boxes by their image's share; leave it out, or use "
+            f"data.mixup: the losses of {name} do not weight boxes by their image's share; leave it out, or use "
             "data.mosaic"
         )
     if partly_labelled and not detector.masks_unlabelled:
@@ -139,7 +139,7 @@ def check_losses(detector: Detector, *, mixup: bool, partly_labelled: bool, weig
     if weighs_classes and not detector.weighs_classes:
         graphs = "; predicates have model.rare_predicate_power" if hasattr(detector, "predicates") else ""
         faults.append(
-            f"loss.class_weights: the losses of {name} do not weigh classes; leave it out, or use "
+            f"loss.class_weights: the losses of {name} do not weight classes; leave it out, or use "
             f"data.repeat_factor, which shows images with rare classes more often{graphs}"
         )
     if faults:
@@ -155,7 +155,7 @@ def _given(options: DetectorOptions) -> dict:
 
 
 def _stored_options(checkpoint: Path) -> dict | None:
-    """Return the detector options that a checkpoint's run stored beside its settings; None without such options."""
+    """Return the detector options that a checkpoint's run stored next to its settings; None without such options."""
     try:
         path = run_folder_of(checkpoint) / PRETRAINED_CONFIG
     except BadInput:  # its run folder was removed with its settings: those of this command must fit

@@ -45,6 +45,7 @@ class Best:
 
     @property
     def patience_is_over(self) -> bool:
+        """Whether the last `patience` evaluations have not improved the best value; False without a patience."""
         return self.patience is not None and self.without_better >= self.patience
 
     @property
@@ -91,7 +92,7 @@ class Best:
         before = state["metric"]
         if before != self.metric:
             self.forget()
-            return [f"best metric starts anew: it was {before}, now {self.metric}"]
+            return [f"the best metric starts anew: it was {before}, and is now {self.metric}"]
         for name in _STATE:
             setattr(self, name, state[name])
         return []

@@ -174,8 +174,8 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], sa
 def replace_state(folder: Path, step: int, state: dict, *, keep: int, best: bool = False, keep_every: int = 0) -> Path:
     """Replace `state.json` of the checkpoint `folder/step_<step>`, keep its other files, and return its path.
 
-    This adds what is known only after the checkpoint was written: the outcome of its evaluation. Even if the process
-    is killed at any moment, the checkpoint is complete, with either the earlier or the new state.
+    This adds the outcome of an evaluation, which is known only after the checkpoint was written. Even if the process is
+    killed at any moment, the checkpoint is complete, with either the earlier or the new state.
 
     Args:
         state, keep, keep_every: see `save_checkpoint`.

@@ -47,6 +47,7 @@ from toolkit.run.settings_check import check, family_of, nearest_architecture
 Config = TypeVar("Config")
 
 SHOW_ALL = "`--help all` lists every setting with its type."
+ABOUT_TRACEBACK = "A traceback below this line is of `accelerate launch`; `python` in its place prints none."
 # Settings that say which data set it is; those of a file do not go with another `data.path`.
 DATA_SET = ("data.train", "data.shares", "data.val", "data.image_dir", "data.format", "data.name")
 # What a flag may say of training and validation data that is the name of a split, even beside a folder called so.
@@ -54,7 +55,7 @@ SPLITS = ("train", "val", "test", "valid", "validation", "trainval")
 
 
 def run_script(main: Callable, cls: type, default_config: Path | None = None, argv: list[str] | None = None) -> int:
-    """Read the settings, run `main(config)` and return the exit code, see docs/design.md.
+    """Read the settings, run `main(config)` and return the exit code, see docs/failures.md.
 
     A mistake of the user, a stop by the NaN guard and a preemption are reported in one message on stderr. Any other
     exception is a defect of the program and is raised.
@@ -90,6 +91,10 @@ def _run_and_report(main: Callable, cls: type, default_config: Path | None, argv
             message = error.untold() if isinstance(error, BadInput) else str(error)
             if message:
                 print(f"{word}{'' if rank == '0' else f' on rank {rank}'}: {message}", file=sys.stderr, flush=True)
+            elif rank == "0":  # printed before the data were checked
+                print("This run cannot start: see above.", file=sys.stderr, flush=True)
+            if "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+                print(ABOUT_TRACEBACK, file=sys.stderr, flush=True)
             return error.exit_code
         return 0
 
@@ -125,9 +130,9 @@ def resolve(
     Args:
         cls: dataclass whose fields are dataclasses, one for each group; the field `model` is a `DetectorOptions`,
             whose class depends on `--model.architecture`.
-        argv: arguments; None: those of the process. If they name data of the user's own, what files say of another
-            data set is left out, see `_leave_out_other_data_set`.
-        default_config: YAML file that applies if no `--config` is given; for data of the user's own the file beside it,
+        argv: arguments; None: those of the process. If they name the user's own data, what files say of another data
+            set is left out, see `_leave_out_other_data_set`.
+        default_config: YAML file that applies if no `--config` is given; for the user's own data the file next to it,
             see `_file_of_script`. What it says of the model is left out for another one, see `_leave_out_other_model`.
         defaults: values by name, such as "run.output_dir", that apply if neither a file nor a flag sets them.
 
@@ -158,8 +163,8 @@ def resolve(
 def _file_of_script(default_config: Path, flags: Layer) -> Layer:
     """Return the settings file of a script that applies without `--config`.
 
-    For data of the user's own it is `own_data.yaml` beside the default, or `own_data_cpu.yaml` where there is no GPU.
-    The network does not decide, although the first of them needs it: a run that is resumed must find the same file.
+    For the user's own data it is `own_data.yaml` next to the default, or `own_data_cpu.yaml` where there is no GPU. The
+    network does not decide, although the first of them needs it: a run that is resumed must find the same file.
     """
     if not _is_own_data(flags):
         return read_file(default_config)
@@ -236,7 +241,7 @@ def _leave_out_other_data_set(files: Sequence[Layer], flags: Layer) -> None:
         for name in names:
             del layer.values[name]
         if len(names) > 1 and os.environ.get("RANK", "0") == "0":
-            told = f"{layer.where}: {', '.join(names)} are of its own data set, and not used with yours"
+            told = f"{layer.where}: {', '.join(names)} belong to its own data set and are not used with yours"
             print(told, file=sys.stderr)
 
 

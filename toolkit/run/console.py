@@ -1,4 +1,4 @@
-"""The lines that a run prints while it trains, and its progress bar.
+"""The lines that a run prints while it trains and when it ends, and its progress bar.
 
 A line is at most as wide as the terminal, or `DEFAULT_COLUMNS` where there is none. Values that do not fit into a line
 are only in metrics.jsonl.
@@ -18,7 +18,7 @@ from toolkit.base.text import columns
 from toolkit.step.meters import Meters
 
 DEFAULT_COLUMNS = 120  # columns of a line where the output is not a terminal
-WAIT_SHARE = 0.1  # of a step's time, from which on waiting for data is told
+WAIT_SHARE = 0.1  # of a step's time, from which on the line has the time of waiting for data
 # Names of losses that the console leaves to metrics.jsonl: those of auxiliary layers, and unweighted ones.
 _OTHER_LOSSES = re.compile(r"_(enc|dn|aux|interm)?_?\d+$|_enc$|_unscaled$")
 
@@ -33,6 +33,7 @@ class Progress:
         steps_per_epoch: optimizer steps of an epoch with the current batch size.
         recut: number to add to a step to get the step that the run would have reached if the batch size had always
             been the current one; 0 if it was.
+        is_length_known: whether `total_steps` is the length of the run, and not just its upper limit.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Progress:
     epoch: int
     steps_per_epoch: int
     recut: int = 0
+    is_length_known: bool = True
 
     @property
     def epochs(self) -> int:
@@ -47,16 +49,17 @@ class Progress:
         return max(-(-(self.total_steps + self.recut) // self.steps_per_epoch), self.epoch + 1)
 
     def __str__(self) -> str:
-        """Return "epoch K  step I/N", with the epoch counted from 1 and N the steps of the whole run."""
-        return f"epoch {self.epoch + 1}  step {self.step}/{self.total_steps}"
+        """Return "epoch K  step I/N", with the epoch counted from 1 and N the steps of the whole run if it is known."""
+        total = f"/{self.total_steps}" if self.is_length_known else ""
+        return f"epoch {self.epoch + 1}  step {self.step}{total}"
 
 
 def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = DEFAULT_COLUMNS) -> str:
     """Format a training row as one console line of at most `width` columns.
 
-    The line has the smoothed losses except those of auxiliary layers, the smoothed errors in percent, the learning
-    rate of the group `main` (else of the first group), the time of a step and the peak memory. Losses and errors that
-    do not fit are left out, the last ones first.
+    The line has the smoothed, weighted losses except those of auxiliary layers, the largest first; the smoothed errors
+    in percent; the learning rate of the group `main` (else of the first group); the time of a step and the peak memory.
+    Losses and errors that do not fit are left out, the last ones first.
 
     Args:
         row: see `RunWriter.log`; the line leaves out values that the row does not have.
@@ -64,9 +67,11 @@ def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = 
     """
     trained = [key.removeprefix("train/") for key in row if key.startswith("train/")]
     shown = [name for name in trained if name in meters]
+    values = {name: meters.smoothed(name) for name in shown}
     losses = [name for name in shown if name.startswith("loss_") and not _OTHER_LOSSES.search(name)]
+    losses.sort(key=lambda name: _size(values[name]), reverse=True)
     errors = [name for name in shown if name.endswith("_error")]
-    terms = [f"{name.removeprefix('loss_')} {short_number(meters.smoothed(name))}" for name in losses + errors]
+    terms = [_term(name, values[name]) for name in losses + errors]
     eta_s = row.get("time/eta_s")
     head = [
         str(progress),
@@ -86,12 +91,26 @@ def console_line(row: Mapping, meters: Meters, progress: Progress, width: int = 
 def averages_line(epoch: int, means: Mapping[str, float], epoch_s: float, width: int = DEFAULT_COLUMNS) -> str:
     """Format the mean losses and metrics of an epoch, and its time in seconds, as one line of at most `width` columns.
 
-    As in DETR; losses of auxiliary layers are left out. epoch: counted from 0, printed from 1.
+    As in DETR; losses of auxiliary layers are left out, the others come first, by their size. epoch: counted from 0,
+    printed from 1.
     """
     names = [name for name in means if name != "loss" and not _OTHER_LOSSES.search(name)]
-    terms = [f"{name.removeprefix('loss_')} {short_number(means[name])}" for name in names]
+    losses = [name for name in names if name.startswith("loss_")]
+    losses.sort(key=lambda name: _size(means[name]), reverse=True)
+    metrics = [name for name in names if name not in losses]
+    terms = [_term(name, means[name]) for name in losses + metrics]
     loss = f"loss {short_number(means['loss'])}" if "loss" in means else ""
     return fit_line([f"epoch {epoch + 1} averages", loss], terms, [f"in {timedelta(seconds=round(epoch_s))}"], width)
+
+
+def _size(value: float) -> float:
+    """Return the absolute value of a loss, by which losses are sorted; a loss that is not a number is the largest."""
+    return math.inf if math.isnan(value) else abs(value)
+
+
+def _term(name: str, value: float) -> str:
+    """Format a loss or metric without the prefix `loss_`, such as "giou 0.123"."""
+    return f"{name.removeprefix('loss_')} {short_number(value)}"
 
 
 def fit_line(head: Sequence[str], terms: Sequence[str], tail: Sequence[str], width: int) -> str:
@@ -152,7 +171,7 @@ def progress_bar(total: int, initial: int = 0, enabled: bool = True) -> tqdm:
     Args:
         total: optimizer steps of the run.
         initial: optimizer steps that were made before.
-        enabled: False on all processes but the main one, which alone shows the bar.
+        enabled: False on all processes but the main one, so that only it shows the bar.
     """
     visible = enabled and sys.stderr is not None and sys.stderr.isatty()
     return tqdm(total=total, initial=initial, disable=not visible, unit="step", dynamic_ncols=True, smoothing=0.1)

@@ -85,7 +85,7 @@ def staging(folder: Path, is_new: bool, is_main: bool) -> Iterator[Path]:
     Args:
         folder: the run folder.
         is_new: no run has begun in the run folder.
-        is_main: this is the main process, which alone creates and deletes the temporary folder.
+        is_main: this is the main process; only it creates and deletes the temporary folder.
     """
     path = folder if is_new else folder / STAGING
     if is_main and path != folder:
@@ -210,7 +210,7 @@ def attempt(what: str, function: Callable[[], Any], folder: Path, say: Callable[
         note_traceback(folder, what)
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         where = folder / ERRORS_FILE
-        say(f"warning: {what} failed, and the run goes on without ({reason}). {where} has the traceback.")
+        say(f"warning: {what} failed ({reason}); the run goes on without it. The traceback is in {where}.")
         return None
 
 

@@ -34,7 +34,7 @@ FIRST_SETTINGS = {
         "data.batch_size_per_device": "Images at a time on a device; fewer need less memory.",
     },
     "The detector": {
-        "model.architecture": "NAME --help shows its defaults.",
+        "model.architecture": "--model.architecture NAME --help shows its defaults.",
         "model.mode": "predcls, sgcls or sgdet: what is given with an image.",
         "model.head": "Relation head, which predicts the predicates of pairs.",
         "model.detector": "Trained detector to build on: a run, or its final/.",
@@ -43,15 +43,15 @@ FIRST_SETTINGS = {
     },
     "Training": {
         "run.epochs": "Passes over the training data.",
-        "run.max_minutes": "Ends after so many minutes, if that is before the epochs.",
+        "run.max_minutes": "Ends after this many minutes, unless the epochs end first.",
         "optim.lr": "Learning rate; optim.backbone_lr sets the backbone's.",
-        "run.precision": "no (float32), bf16, fp16, or auto, which chooses.",
+        "run.precision": "float32 (no), bf16, fp16, or auto: what suits the device.",
     },
     "The run": {
         "run.name": "Name of the run and of its folder.",
         "run.output_dir": "Folder of all run folders.",
-        "run.resume": "latest: from the newest checkpoint; fresh without one.",
-        "run.tracker": "wandb, tensorboard, mlflow, ..., beside metrics.jsonl.",
+        "run.resume": "latest: the newest checkpoint; starts fresh if there is none.",
+        "run.tracker": "wandb, tensorboard, mlflow, ..., in addition to metrics.jsonl.",
     },
 }
 MAX_COLUMNS = 100  # columns at most; in a narrower terminal its own, but at least
@@ -246,13 +246,14 @@ def _first_screen(
                 lines.append(head.rstrip())
                 head = indent
             if name == "model.architecture" and architectures:
-                text = f"{', '.join(architectures)}. {text}"
+                names_of_all = f"{', '.join(architectures)}."
+                text = f"{names_of_all} {text}" if len(architectures) > 1 else names_of_all
             lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
     group_names = ", ".join(group.name for group in groups)
     notes = [
         _origin(sources, default_config),
         "--config FILE.yaml reads settings from a file; flags win. --print_config prints all that apply.",
-        f"--help GROUP shows one of {group_names}; --help lr a setting.",
+        f"--help data shows one group of {group_names}; --help lr shows one setting.",
         EVERY_SETTING,
     ]
     lines.append("")
@@ -262,7 +263,7 @@ def _first_screen(
 
 
 def _example_commands(default_config: Path | None, width: int) -> list[str]:
-    """Return three commands with what each does: on bundled data, on data of one's own, and on after a kill."""
+    """Return three commands with what each does: on bundled data, on your own data, and continuing after a kill."""
     start = _start_command()
     own_data = None if default_config is None else default_config.with_name("own_data.yaml")
     config = f" --config {shown_path(own_data)}" if own_data is not None and own_data.is_file() else ""
@@ -281,15 +282,24 @@ def _example_commands(default_config: Path | None, width: int) -> list[str]:
 
 
 def _start_command() -> str:
-    """Return how the script is started: from a folder that does not hold it, one of this project by `detect`."""
+    """Return how the script is started: as now by Accelerate's launcher or by Python; from a folder that does not hold
+    it, one of this project by `detect`."""
     script = Path(os.path.abspath(sys.argv[0]))
     if script.parent == ROOT / "scripts" and Path.cwd() not in script.parents:
         return f"detect train {script.stem.removeprefix('train_')}"
-    return f"accelerate launch {shown_path(script)}"
+    launcher = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"
+    return f"{launcher} {shown_path(script)}"
+
+
+def program_command(name: str) -> str:
+    """Return how a program beside training is started here, such as `python scripts/predict.py`; from a folder that
+    does not hold it, by `detect`."""
+    script = ROOT / "scripts" / f"{name}.py"
+    return f"python {shown_path(script)}" if Path.cwd() in script.parents else f"detect {name}"
 
 
 def shown_path(path: Path | str) -> str:
-    """Return a path as one types it here: relative to the current folder if it lies below it."""
+    """Return a path as a user would type it: relative to the current folder if it lies below it."""
     path = Path(os.path.abspath(path))
     here = Path.cwd()
     return str(path.relative_to(here) if here in path.parents else path)

@@ -134,7 +134,7 @@ def refuse(launch: Launch | None, environment: Mapping[str, str]) -> None:
     for what, source in (*(_of_launch(launch) if launch is not None else ()), *_of_variables(environment)):
         asked.setdefault(what, []).append(source)
     problems = [
-        f"{', '.join(places)}: asks for {what}, which these scripts do not use: they run on one device, or "
+        f"{', '.join(places)}: asks for {what}, which these scripts do not support: they run on one device, or "
         "with one process for each (DDP). Leave it out, or choose another `accelerate config`."
         for what, places in asked.items()
     ]
@@ -176,7 +176,7 @@ def _counted_twice(launch: Launch | None, environment: Mapping[str, str]) -> Ite
     for name, flag in INSTEAD.items():
         value = launch.flags.get(name) if launch is not None else None
         if value is not None and (name, value) != ("gradient_accumulation_steps", 1):
-            yield f"--{name} {value} of `accelerate launch` is for DeepSpeed alone: give the script {flag} {value}."
+            yield f"--{name} {value} of `accelerate launch` is only for DeepSpeed: give the script {flag} {value}."
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps not in ("", "1"):
         yield (

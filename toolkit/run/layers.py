@@ -32,7 +32,7 @@ class Layer:
         where: the place, as messages name it: the path of a file, `COMMAND_LINE` or `DEFAULTS`.
         values: by name, "group.key". What is in no group, such as a flag without a dot, has a name without a dot.
         problems: sentences on what cannot be read.
-        stray_words: words of a command line that are the value of no flag, each with the flag and value before it.
+        stray_words: words of a command line that belong to no flag, each with the flag and value before it.
         note: why it applies, for the console; "" if that is plain.
     """
 

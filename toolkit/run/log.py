@@ -114,6 +114,7 @@ class Log:
         noted: Mapping[str, float] = MappingProxyType({}),
         ends_epoch: bool = False,
         seconds_left: float = math.inf,
+        is_length_known: bool = True,
     ) -> None:
         """Log an update: add it to the averages and the progress bar, and write a row and a line if they are due.
 
@@ -128,6 +129,7 @@ class Log:
             noted: result of `reduce_notes`, which is added to the meters here.
             ends_epoch: this is the last step of the epoch.
             seconds_left: upper limit of the time left for training.
+            is_length_known: see `toolkit.run.console.Progress`.
         """
         has_row = self.has_row(step, total_steps, ends_epoch)
         self.epoch_s += self.timer.step_done(images)
@@ -138,7 +140,7 @@ class Log:
         self.meters.add(noted)
         self.averages.add(of_every_step, images)
         self.status["step"] = step
-        progress = Progress(step, total_steps, epoch, self.steps_per_epoch, self.recut)
+        progress = Progress(step, total_steps, epoch, self.steps_per_epoch, self.recut, is_length_known)
         self._show_on_bar(progress)
         if has_row:
             means = {}

@@ -97,7 +97,7 @@ def _follow_up(t: Any, window: TrainingWindow) -> None:
     if not t.check.end():
         if window.is_unscaled:
             forget_unscaling(t.accelerator.scaler)
-        _warn_once(t, "passed over", "the loop passed over a window without an update; the data go on behind it")
+        _warn_once(t, "passed over", "the loop made no update in a window; the run goes on with the data after it")
         return
     if t.step == window.step:  # the script updates the weights by itself, `t.without("update")`
         count_update(t)
@@ -139,6 +139,7 @@ def note_step(t: Any, window: TrainingWindow) -> None:
         noted,
         ends_epoch=t.epoch_is_over,
         seconds_left=t.plan.seconds_left,
+        is_length_known=t.plan.is_length_known,
     )
     if t.epoch_is_over or t.step >= t.plan.total_steps:
         t.log.log_epoch(t.step, epoch)

@@ -59,14 +59,15 @@ class MetricsLog:
         )
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def repair_rows(path: Path, rows: int, keep_later: bool = False) -> list[str]:
     """Remove unreadable rows from `metrics.jsonl` for a run that resumes; only the main process may call it.
 
-    A copy of the damaged file is kept beside it as `metrics.jsonl.damaged`. An incomplete last line, which a killed
-    process leaves behind, is not counted as damage.
+    A copy of the damaged file is kept as `metrics.jsonl.damaged`. An incomplete last line, which a killed process
+    leaves behind, is not counted as damage.
 
     Args:
         path: the file.
@@ -99,7 +100,7 @@ def repair_rows(path: Path, rows: int, keep_later: bool = False) -> list[str]:
         write_text_atomic(path, "".join(map(_as_line, good)))
     except OSError as error:
         raise BadInput(
-            f"{path} is damaged and cannot be mended ({error.strerror}): make room or make it writable, then go on "
+            f"{path} is damaged and cannot be repaired ({error.strerror}): make room or make it writable, then go on "
             "with --run.resume latest."
         ) from error
     lost = f"{damaged} unreadable, {missing} missing"
@@ -174,6 +175,7 @@ class MetricsFollower:
             raise BadInput(f"{self.path}, line {number}: not a row of metrics ({error}); mend or remove it.") from error
 
     def close(self) -> None:
+        """Close the file if it is open; the next `new_rows` reads it from the start."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""Opens a finished or unfinished run, and the script of the run, from the run folder alone: for evaluation, prediction,
+"""Opens a finished or unfinished run, and the script of the run, from only the run folder: for evaluation, prediction,
 export and replay."""
 
 import importlib.util
@@ -59,7 +59,7 @@ def open_run(path: Path, options_of: OptionsOf) -> Run:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise BadInput(f"{path}: no such run or checkpoint exists{near_names(path)}")
+        raise BadInput(f"{path}: no such run or checkpoint{near_names(path)}")
     folder = run_folder_of(path)
     if path == folder:
         path = folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "")
@@ -81,7 +81,7 @@ def kind_of(source: str | Path) -> str:
     """
     path = Path(source).expanduser()
     if not path.exists() and not may_be_of_hub(str(source)):
-        raise BadInput(f"{source}: no such run, checkpoint, model or file exists{near_names(path)}")
+        raise BadInput(f"{source}: no such run, checkpoint, model or file{near_names(path)}")
     if path.suffix in EXPORTED:
         return "exported"
     if path.is_file():
@@ -118,7 +118,8 @@ def run_folder_of(path: Path) -> Path:
     for folder in (path, *path.absolute().parents):
         if (folder / "config.yaml").is_file():
             return folder
-    raise BadInput(f"{path}: no run folder: neither it nor a folder above it holds a config.yaml")
+    expected = "expected a run such as runs/detr, or a checkpoint inside one"
+    raise BadInput(f"{path}: not a run folder: neither it nor a folder above it has a config.yaml; {expected}")
 
 
 def settings_beside(checkpoint: Path, config: Any, options_of: OptionsOf) -> dict:
@@ -186,10 +187,10 @@ def open_script(about: Mapping | None) -> tuple[ModuleType | None, str]:
         BadInput: the script is not one of this project's training scripts, and `--trust` was not given.
     """
     if not isinstance(about, Mapping) or not isinstance(about.get("path"), str):
-        return None, "the run had no script of its own: its loop is not run again, the detector and its criterion are"
+        return None, "the run had no script of its own: only the detector and its criterion are run again, not its loop"
     path = Path(about["path"])
     if not path.is_file():
-        return None, f"{path}, the script of this run, is gone: the detector and its criterion alone are run again"
+        return None, f"{path}, the script of this run, is gone: only the detector and its criterion are run again"
     if path.resolve() not in (ROOT / "scripts").resolve().glob("train_*.py") and not files_are_trusted():
         raise BadInput(
             f"environment.json of the run names {escaped(path, 300)} as its script, none of this project's, which "

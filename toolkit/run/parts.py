@@ -37,9 +37,11 @@ class Part(Protocol):
     ((kind, name), tensor) for all tensors that must be finite.
     """
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state; see the class for the values that it may have."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Restore a state that `state_dict` returned."""
 
 
 class OptimizerPart:
@@ -56,6 +58,7 @@ class OptimizerPart:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
+        """Restore the optimizer, with its present rates if `keeps_rates`."""
         own = [{key: group[key] for key in RATES if key in group} for group in self._optimizer.param_groups]
         load_state(self._optimizer, state)
         if self._keeps_rates:
@@ -142,7 +145,7 @@ class TrainingData:
 
         Nothing is restored: the run goes on with the present data, which may have been changed on purpose.
         """
-        goes_on = "the run goes on with what is there now, and is not the one that was interrupted"
+        goes_on = "the run goes on with the present data, so it is not the same as the interrupted one"
         self.changes = self._changes(state)
         return [f"{change}: {goes_on}" for change in self.changes]
 
@@ -205,10 +208,12 @@ class Extra(UserDict):
 
     @property
     def modules(self) -> list[nn.Module]:
+        """The entries that are modules."""
         return [value for value in self.values() if isinstance(value, nn.Module)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The entries that are optimizers."""
         return [value for value in self.values() if isinstance(value, torch.optim.Optimizer)]
 
     @property
@@ -235,6 +240,7 @@ class Extra(UserDict):
             item.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of each entry by name; of plain values the values themselves."""
         return {name: value.state_dict() if _has_state(value) else value for name, value in self.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

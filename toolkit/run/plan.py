@@ -21,7 +21,7 @@ LATE_RATES = f"warning: the learning rates that the loop set after an update are
 # time that is left, at the speed of at least so many steps.
 MAX_MISSED_SHARE = 0.25
 MIN_MEASURED_STEPS = 10
-MIN_TOLD_CHANGE = 0.01  # of the length, as a share; the console shows each length beside the step anyway
+MIN_TOLD_CHANGE = 0.01  # of the length, as a share; the console line has each length with the step anyway
 
 
 class StepBudget:
@@ -294,6 +294,11 @@ class Plan:
         """Seconds left of `run.max_minutes`; infinity if the run is not limited to a number of minutes."""
         return math.inf if self.budget is None else self.budget.seconds_left
 
+    @property
+    def is_length_known(self) -> bool:
+        """Whether `total_steps` is the length; False until the first steps show how many fit into `run.max_minutes`."""
+        return self.budget is None or self.budget.total_steps is not None
+
     # ---- length ------------------------------------------------------------------------------------------------------
 
     def note_step(self, step: int, time_s: float) -> list[str]:
@@ -326,7 +331,7 @@ class Plan:
             return self.warnings_of_length()
         self._told_steps = total_steps
         reason = ", as many as fit into run.max_minutes" if self.limit == "run.max_minutes" else ""
-        return [f"training takes {total_steps} steps{reason}", *self.warnings_of_length()]
+        return [f"planned length: {total_steps} steps{reason}", *self.warnings_of_length()]
 
     def warnings_of_length(self) -> list[str]:
         """Return the warnings of `length_warnings` that were not returned before."""
@@ -357,7 +362,7 @@ class Plan:
 
     @property
     def accumulation(self) -> tuple[int, int]:
-        """Micro-batches of an optimizer step, and the first epoch, counted from 0, that accumulates so many."""
+        """Micro-batches of an optimizer step, and the first epoch, counted from 0, that accumulates this many."""
         return self.accumulation_steps, self.accumulate_after_epoch
 
     def take_up_accumulation(self, step: int) -> list[str]:
@@ -408,10 +413,10 @@ class Plan:
         if self.total_steps == length:
             return []
         return [
-            f"an optimizer step now sees other numbers of images: the run ends after step {self.total_steps} instead "
+            f"an optimizer step now has another number of images: the run ends after step {self.total_steps} instead "
             f"of {length}, at the same place in the data, and warm-up, milestones and shape of the schedule move with "
-            "it. Learning rates stay as they were; what else is counted in steps (run.log_every, loss.weights, ...) "
-            "counts the new ones"
+            "it. Learning rates stay as they were; other settings in steps (run.log_every, loss.weights, ...) count "
+            "the new steps"
         ]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -470,19 +475,19 @@ class Plan:
 
 
 def length_warnings(total_steps: int, warmup_steps: int, steps_per_epoch: int) -> dict[str, str]:
-    """Return warnings about a run of `total_steps` optimizer steps by kind: "warm-up" if it ends inside the warm-up,
+    """Return warnings about a run of `total_steps` optimizer steps by kind: "warm-up" if the warm-up takes all of it,
     "epoch" if it does not finish one epoch.
     """
     warnings = {}
     if total_steps <= warmup_steps:
         warnings["warm-up"] = (
-            f"warning: training ends inside the warm-up, after {total_steps} of its {warmup_steps} steps: shorten "
-            "schedule.warmup_steps or train longer"
+            f"warning: all {total_steps} steps are warm-up (schedule.warmup_steps is {warmup_steps}): shorten it, or "
+            "train longer"
         )
     if total_steps < steps_per_epoch:
         warnings["epoch"] = (
-            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch: not all images "
-            "are seen; train longer"
+            f"warning: training ends after {total_steps} of the {steps_per_epoch} steps of an epoch, so some images "
+            "are never seen: train longer"
         )
     return warnings
 

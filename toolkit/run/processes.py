@@ -97,7 +97,7 @@ def _refuse_absent_gpus() -> None:
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if launched and not cpu_is_requested() and not torch.accelerator.is_available():
         raise BadInput(
-            "the launcher was told to use several GPUs (--multi_gpu, or its settings file), and there is none here. "
+            "the launcher is set to use several GPUs (--multi_gpu, or its settings file), and there is no GPU here. "
             "Choose another `accelerate config`, or start processes on the CPU with ACCELERATE_USE_CPU=true torchrun "
             "--nproc_per_node 2 SCRIPT."
         )

@@ -214,7 +214,7 @@ def _named_tensors(t, names: Sequence[str], in_window: bool) -> dict[str, Tensor
 def describe_nonfinite(broken: Sequence[str]) -> str:
     """Return a sentence that names the first three of the tensors `broken`, and the number of the others."""
     more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-    return f"the last update left what is not finite: {', '.join(broken[:3])}{more}"
+    return f"the last update left tensors that are not finite: {', '.join(broken[:3])}{more}"
 
 
 def state_is_sound(t) -> bool:
@@ -284,7 +284,7 @@ def _go_back(t) -> str:
         t.log.status["step"] = step
         return f"The newest finite state is the checkpoint of step {step}."
     if t.guard.start is None:
-        return "No state is saved: none was before."
+        return "No state is saved, since none was saved before."
     roll_back(t, t.guard.start)
     save(t)
     t.log.status["step"] = t.step

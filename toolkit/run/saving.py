@@ -155,7 +155,7 @@ def _take_up_links(t, checkpoint: Checkpoint) -> list[str]:
         return []
     best.value = None
     best.step = -1
-    return [f"best metric starts anew: the checkpoint of step {step}, which had it, is not there or not valid any more"]
+    return [f"the best metric starts anew: its checkpoint (step {step}) is gone or damaged"]
 
 
 def _check_classes(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
@@ -164,7 +164,7 @@ def _check_classes(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None
     now = t.validation.table.class_names
     if before != now:
         renamed = [f"; {change.values}" for change in changed if change.key == "data.classes"]
-        raise BadInput(f"{checkpoint.path} is of the classes {before}, the data has {now}{''.join(renamed)}")
+        raise BadInput(f"{checkpoint.path} has the classes {before}, and the data {now}{''.join(renamed)}")
 
 
 def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
@@ -187,7 +187,7 @@ def _check_fit(t, checkpoint: Checkpoint, changed: Sequence[Change]) -> None:
     causes.sort(key=lambda change: not change.key.startswith("model."))
     values = "; ".join(change.values for change in causes[:4]) + " and more" * (len(causes) > 4)
     problems = [
-        f"{checkpoint.path} is of another model than these settings make{f': {values}' if causes else ''}.",
+        f"{checkpoint.path} belongs to another model than that of these settings{f': {values}' if causes else ''}.",
         f"{faults[0]}{f' and {len(faults) - 1} more' if len(faults) > 1 else ''}.",
         "Resume with the settings of the run that wrote it, or begin a new run with another --run.name "
         "(--model.pretrained takes over the weights that fit).",

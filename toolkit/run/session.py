@@ -193,6 +193,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the main process."""
         return self.accelerator.is_main_process
 
     def say(self, text: str) -> None:
@@ -334,7 +335,7 @@ class Session:
         With `run.eval_only` only the report is written.
 
         Raises:
-            Preempted: a signal was received; a resumed run does what is left.
+            Preempted: a signal was received; a resumed run does the rest.
             BadInput: a file cannot be written.
         """
         end(self, t)

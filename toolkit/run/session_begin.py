@@ -7,7 +7,7 @@ from typing import Any
 from toolkit import index
 from toolkit.base.distributed import run_on_main
 from toolkit.data import pipeline
-from toolkit.data.splits import counted_boxes, counts_of
+from toolkit.data.splits import counts_of
 from toolkit.data.table import DetectionTable
 from toolkit.data.tile_table import tiles_of_loader
 from toolkit.models.detector import Detector
@@ -94,7 +94,7 @@ def _record(
     settings: dict[str, dict],
     changed: list[Change],
 ) -> None:
-    """Print the sizes of model and data; write `config.yaml`, `environment.json` and `status.json`.
+    """Print the size of the model; write `config.yaml`, `environment.json` and `status.json`.
 
     A later start writes its settings to `config_2.yaml`, `config_3.yaml` and so on, with the changes as comments.
     """
@@ -105,9 +105,9 @@ def _record(
     data = {name: counts_of(split) for name, split in tables.items()}
     if tiles_of_loader(t.data.loader) is not None and not alone:
         data["train"]["tiles"] = t.sampler.num_samples  # of an epoch
-    name, words = ("val", "validation data") if alone else ("train", "training data")
-    counted = counted_boxes(data[name])
-    s.say(f"parameters: {parameters['all']:,}, trained: {parameters['trained']:,}; {words}: {counted}")
+    are_all_trained = parameters["trained"] == parameters["all"]
+    trained = "all trained" if are_all_trained else f"of which {parameters['trained']:,} are trained"
+    s.say(f"parameters: {parameters['all']:,}, {trained}")
     s.lock.keep = True
     if s.is_main:
         keep_staged(s.staging, s.folder)

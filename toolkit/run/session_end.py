@@ -1,5 +1,6 @@
 """The end of a run: the last evaluation, the best weights, the report, and the upload."""
 
+import shlex
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import as_sentences
 from toolkit.data import pipeline
 from toolkit.models.final import write_white
+from toolkit.run.help import program_command, shown_path
 from toolkit.run.session_build import evaluation_loader
 from toolkit.run.training import Training
 from toolkit.run.validation import evaluate_test_split, finish
@@ -38,6 +40,25 @@ def end(s: Any, t: Training) -> None:
         upload = partial(index.tool("push"), s.folder, hub.push, private=hub.private, say=t.log.say)
         run_on_main(lambda: t.log.attempt("the upload to the hub", upload))
     t.log.close()
+    for line in last_lines(t, trained):
+        s.say(line)
+
+
+def last_lines(t: Training, trained: bool) -> list[str]:
+    """Return the last lines of a run: where its report and its weights are, and the command that predicts with them.
+
+    trained: False for a run that only evaluates, which has no weights of its own.
+    """
+    report = t.folder / "report" / "index.html"
+    lines = [f"report: {shown_path(report)}"] if report.is_file() else []
+    if not trained:
+        return lines
+    words = [program_command("predict"), shlex.quote(shown_path(t.folder)), "photo.jpg", "--out found"]
+    if getattr(t.detector, "mode", "") in ("predcls", "sgcls"):  # a scene graph between given boxes
+        words.append("--boxes photo.json")
+    if ":" in t.detector.options["architecture"]:  # a class of the user's own, whose code runs
+        words.append("--trust")
+    return [*lines, f"weights: {shown_path(t.folder / 'final')}", f"predict: {' '.join(words)}"]
 
 
 def _report(s: Any, t: Training, trained: bool) -> None:

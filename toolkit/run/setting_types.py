@@ -37,7 +37,8 @@ def field_types(kind: type) -> dict[str, Any]:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """Return a value as its type has it: a text that stands for a number, a truth, a list or a mapping becomes that.
+    """Return a value as its type has it: the text of a number, of true or false, of a list or of a mapping becomes that
+    value.
 
     A value of a type with a range becomes a plain `int`, `float` or `str`. The given value is not changed.
 

@@ -205,7 +205,7 @@ _REMEDY = "Put back what the run wrote; weights and checkpoints are as they were
 
 
 def _is_own_class(groups: Mapping) -> bool:
-    """Return whether the settings name a detector of one's own, `module:Class`."""
+    """Return whether the settings name a user's own detector, `module:Class`."""
     model = groups.get("model")
     return isinstance(model, dict) and ":" in str(model.get("architecture", ""))
 
@@ -271,6 +271,7 @@ class Change:
 
     @property
     def values(self) -> str:
+        """The name and both values of the setting as text, such as "optim.lr 0.1 -> 0.01"."""
         return f"{self.key} {format_value(self.before)} -> {format_value(self.after)}"
 
     def __str__(self) -> str:
@@ -302,11 +303,11 @@ def changes(before: Mapping, after: Mapping, keep_schedule: bool, minutes_count:
 def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, str]:
     new = "--run.resume_schedule new uses it"
     if name in _REFUSED:
-        return "refused", "the checkpoint is of the other one"
+        return "refused", "the checkpoint was made with the other one"
     if name in _ROWS:
-        return "refused", "the checkpoint counts its place in the data in the windows of before"
+        return "refused", "the checkpoint counts its place in the data in the earlier windows"
     if name in _SEED:
-        return "ignored", "the checkpoint's goes on"
+        return "ignored", "the checkpoint's stays in use"
     if name in _BEGINNING:
         return "ignored", "the weights are the checkpoint's"
     if name == "run.max_minutes" and minutes_count:
@@ -314,7 +315,7 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
     if keep_schedule and name in _LENGTH:
         return "ignored", f"the length is the checkpoint's; {new}"
     if keep_schedule and (name in _SAVED or name.startswith("schedule.")):
-        return "ignored", f"the checkpoint's goes on; {new}"
+        return "ignored", f"the checkpoint's stays in use; {new}"
     return "used", ""
 
 
@@ -325,7 +326,7 @@ def in_force(settings: Mapping, changed: Sequence[Change]) -> dict:
     """
     refused = [change for change in changed if change.verdict == "refused"]
     if refused:
-        remedy = "resume with the setting of before, or begin a new run with another --run.name"
+        remedy = "resume with the earlier setting, or begin a new run with another --run.name"
         raise BadInput([f"{change}; {remedy}" for change in refused])
     kept = {group: dict(entries) for group, entries in settings.items()}
     for change in changed:

@@ -23,8 +23,8 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK_FILE = ".lock"
-WITHOUT_A_WORD = (
-    "its process ended without a word: killed, out of memory, or by a fault of the machine; --run.resume latest goes "
+WITHOUT_A_MESSAGE = (
+    "its process ended without a message (killed, out of memory, or a fault of the machine); --run.resume latest goes "
     "on from the last checkpoint"
 )
 # State of a run -> the error that ends a run on purpose with it; of any other one: "failed".
@@ -36,8 +36,8 @@ ENDINGS = {
     "run.epochs": "all epochs are over",
     "run.max_steps": "all steps are made",
     "run.max_minutes": "the minutes are used up",
-    "eval.early_stopping_patience": "so many evaluations in a row were not better than the best one",
-    "schedule.max_decays": "the learning rate has fallen so many times",
+    "eval.early_stopping_patience": "no improvement for that many evaluations in a row",
+    "schedule.max_decays": "the learning rate has fallen that many times",
 }
 
 
@@ -73,7 +73,7 @@ def true_status(folder: Path, status: dict) -> dict:
     """
     if status.get("state") != "running" or not _is_holder_gone(Path(folder) / LOCK_FILE):
         return status
-    return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_WORD}
+    return status | {"state": "failed", "exit_code": EXIT_CODES["failed"], "reason": WITHOUT_A_MESSAGE}
 
 
 def _is_holder_gone(path: Path) -> bool:
@@ -124,6 +124,7 @@ def _write_over(path: Path, text: str) -> bool:
 
 
 def now() -> str:
+    """Return the local time with its offset from UTC, such as "2025-01-31T12:00:00+0100"."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
@@ -168,6 +169,8 @@ class RunStatus:
         self.write("running")
 
     def write(self, state: str, reason: str = "") -> None:
+        """Write a state, its reason and `details`, see `write_status`; do nothing before `begin` in a run that resumes,
+        or in another process than the main one."""
         if self.is_main and self.begun:
             reason = reason or describe_ending(self.details.get("ended_by", ()))
             write_status(self.folder, state, reason, **self.details)
@@ -236,7 +239,7 @@ class FolderLock:
             raise BadInput(_in_use(path)) from None
         except OSError as error:
             self.note = (
-                f"{path} cannot be locked here ({error.strerror}): see to it yourself that no other run writes to this "
+                f"{path} cannot be locked here ({error.strerror}): make sure that no other run writes to this "
                 "folder."
             )
         self._path, self._found, self._lock, self._pid = path, content, lock, os.getpid()

@@ -46,32 +46,32 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("nc", "num_classes", "num_labels"),
-        "there is nothing to set: the classes are those of your data; data.classes merges or drops some",
+        "there is nothing to set: the classes are those of your data; data.classes can merge or drop some",
     ),
 }
 
 
 def stray_word(word: str, before: str, names: Sequence[str]) -> str:
-    """Return the sentence on a word that is the value of no flag. before: the flag and value before it, or ""."""
+    """Return the sentence on a word that belongs to no flag. before: the flag and value before it, or ""."""
     key, equals, value = word.partition("=")
     meant = _meant_settings(key, names)
     if equals and _elsewhere(key):
-        return f"{word}: it is not a flag, and {_elsewhere(key)}"
+        return f"{word}: not a flag, and {_elsewhere(key)}"
     if key == "model" and value.endswith((".pt", ".pth", ".safetensors")):  # as ultralytics names weights
         meant = ["model.pretrained"]
     if equals and meant:
-        return f"{word}: it is not a flag; here it is --{meant[0]} {value}"
+        return f"{word}: not a flag; here it is --{meant[0]} {value}"
     if not before:
-        return f"{word}: it follows no flag; expected --group.key VALUE, such as --data.path DIR"
+        return f"{word}: not a flag; expected --group.key VALUE, such as --data.path DIR"
     advice = "put quotes around a value with spaces, and around a list such as '[1, 2]'"
-    return f"{word}: it follows {before}, and a flag has one value; {advice}"
+    return f"{word}: not expected after {before}, since a flag has one value; {advice}"
 
 
 def other_name(word: str, names: Sequence[str], prefix: str = "") -> str:
     """Return the end of the sentence on a name that other programs have for a setting, or that is the last part of one;
     "" if it is not known.
 
-    names: the settings that there are. prefix: what is put before their names, "--" for flags.
+    names: the existing settings. prefix: put before their names, "--" for flags.
     """
     if _elsewhere(word):
         return f"; {_elsewhere(word)}"

@@ -195,7 +195,7 @@ def finish(t) -> None:
         t.log.log_epoch(t.step, t.sampler.epoch)
     if not state_is_sound(t) and not t.finished:
         raise StoppedByGuard(
-            f"{t.guard.reason}, found when training was over: the run is at step {t.step} again, and "
+            f"{t.guard.reason}, found at the end of training: the run is at step {t.step} again, and "
             "`--run.resume latest` trains on from there"
         )
     best = t.validation.best
@@ -251,7 +251,7 @@ def _about(evaluator, detector: str, step: int) -> dict:
 
 
 def _are_boxes(predictions: dict) -> bool:
-    """Return whether the predictions are boxes; a detector of one's own may predict something else."""
+    """Return whether the predictions are boxes; a user's own detector may predict something else."""
     return all({"boxes", "scores", "labels"} <= prediction.keys() for prediction in predictions.values())
 
 

@@ -183,7 +183,8 @@ class _Watch:
                     words = readers[peer].read()
                 except OSError:
                     words = []
-                gone = {"rank": rank, "state": "failed", "reason": "it ended without a word: killed, or out of memory?"}
+                why = "it ended without a message: was it killed, or out of memory?"
+                gone = {"rank": rank, "state": "failed", "reason": why}
                 for word in words or [gone]:
                     if word["state"] == "over":
                         del readers[peer]

@@ -7,6 +7,7 @@ missed are sent from metrics.jsonl when the run is resumed. A new tracker is a s
 
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -242,7 +243,7 @@ class RunWriter:
         if self._is_main:
             if not self._metrics.path.exists():  # writing to a file that was removed is not an error for the system
                 raise BadInput(
-                    f"{self._metrics.path} was removed while the run wrote to it. What is saved from now on goes on "
+                    f"{self._metrics.path} was removed while the run wrote to it. Later checkpoints can be resumed "
                     "with --run.resume latest; the rows so far are lost."
                 )
             self._metrics.write(row)
@@ -352,10 +353,10 @@ class _Feed:
         except Exception as error:  # noqa: BLE001  trackers raise what they like: their own, requests', protobuf's
             self.works = False
             note_traceback(self.folder, f"tracker {self.tracker.name}")
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            reason = f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
             warnings.warn(
                 f"The tracker {self.tracker.name} failed and is switched off ({reason}). Training goes on; "
-                f"{self.folder}/metrics.jsonl has every row, {ERRORS_FILE} the traceback.",
+                f"{self.folder}/metrics.jsonl has every row, and {ERRORS_FILE} the traceback.",
                 stacklevel=4,
             )
 

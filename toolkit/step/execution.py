@@ -47,7 +47,7 @@ def cpu_computes_in_bf16() -> bool:
 
 
 def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str, bool | None, str]:
-    """Return what `run.precision: auto` stands for: (precision, whether TF32 is used, the reason); a collective.
+    """Choose for `run.precision: auto`: return (precision, whether TF32 is used, the reason); a collective.
 
     precision: "no" or "bf16". TF32: None: torch's setting stays. The main process decides for all. The rule depends on
     the machine and the detector, never on a measurement, so that other work of the machine cannot change a result.
@@ -58,7 +58,7 @@ def precision_of_device(device: torch.device, detector: nn.Module) -> tuple[str,
         )
         return precision, tf32, "this GPU"
     if device.type != "cpu":
-        return "no", None, "nothing is known of this device"
+        return "no", None, "this kind of device is not known"
     if not run_on_main(cpu_computes_in_bf16):
         return "no", None, "this CPU has no instructions for bfloat16"
     if has_mobile_blocks(detector):
@@ -119,7 +119,7 @@ def describe_float32_layers(detector: nn.Module, device_type: str, precision: st
     count = sum(isinstance(module, nn.LSTM) for module in detector.modules())
     if not count or precision != "bf16" or has_lstm_kernel(device_type, torch.bfloat16):
         return ""
-    return f"precision bf16: this CPU has no bfloat16 kernel for LSTMs; the {count} of the detector go in float32"
+    return f"precision bf16: this CPU has no bfloat16 kernel for LSTMs; the {count} of the detector run in float32"
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def compile_in_place(module: nn.Module, compile: bool | str, cache_dir: Path | N
         compile: False: nothing is compiled; True: torch's own backend; a name: that backend, such as "aot_eager", which
             compiles no kernels and so shows the captured graphs.
         cache_dir: keeps the compiled kernels, unless TORCHINDUCTOR_CACHE_DIR names a folder; None: torch's own, which
-            is temporary. It must be a folder of this user alone: torch runs what it finds there.
+            is temporary. No other user may write to it, because torch runs what it finds there.
 
     Raises:
         BadInput: torch does not have the backend.
@@ -225,7 +225,7 @@ def checkpoint_in_place(module: nn.Module, checkpointing: bool, compile: bool | 
     if not checkpointing:
         return
     if compile:
-        raise BadInput("optim.checkpointing: it does not go with optim.compile; leave one of the two out")
+        raise BadInput("optim.checkpointing: it cannot be combined with optim.compile; leave one of the two out")
     blocks = list(repeated_blocks(module))
     if not blocks:
         raise BadInput("optim.checkpointing: nothing in the detector repeats, as transformer layers do; leave it out")

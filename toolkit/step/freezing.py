@@ -33,8 +33,8 @@ def freeze_prefixes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
         The names of the parameters that no longer train.
 
     Raises:
-        BadInput: a prefix that is neither a module nor a parameter; suggests a similar name, or lists the existing
-            names beside its first wrong part.
+        BadInput: a prefix that is neither a module nor a parameter; suggests a similar name, or lists the names that
+            exist in place of its first wrong part.
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
@@ -60,7 +60,7 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def _hint(name: str, modules: Iterable[str]) -> str:
-    """Return the end of a message about a module that does not exist: one with a similar name, or those beside it.
+    """Return the end of a message about a module that does not exist: one with a similar name, or those in its place.
 
     The beginning of the name may be left out, and any part of it misspelt: "bakbone.stem" and "model.backbone.stem"
     are both answered with "model.model.backbone.stem".

@@ -201,7 +201,7 @@ class NanGuard:
             self.skips = 0
             self.calibrations = 0
             return Action.STEP
-        self.reason = f"at step {step} {', '.join(broken)}"
+        self.reason = f"after step {step}: {', '.join(broken)}"
         only_gradients = not forward_broken and not gradients_finite
         if only_gradients and scale is not None and scale > 1.0:
             self.calibrations += 1

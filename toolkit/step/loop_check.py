@@ -254,7 +254,7 @@ class LoopCheck:
         return self._versions not in (None, _count_changes(model))
 
     def new_others(self) -> list[str]:
-        """Return descriptions of the optimizers recorded since the last call."""
+        """Return a description of each optimizer that `noting_others` has recorded since the last call."""
         new = self._others.keys() - self._told_others
         self._told_others |= new
         return sorted(self._others[key] for key in new)

@@ -46,7 +46,7 @@ class LossWeights(nn.Module):
     A weight given for `loss_ce` also covers the layers `loss_ce_0`, `loss_ce_enc`, `loss_ce_aux_0`, `loss_ce_dn_0`; one
     given for an exact name overrides it.
 
-        weights = LossWeights({"loss_ce": 1.0, "loss_bbox": 5.0})    # alone, in a loop of your own
+        weights = LossWeights({"loss_ce": 1.0, "loss_bbox": 5.0})    # in a loop of your own, without a run
         total = weights(losses).total
 
     Args:
@@ -144,7 +144,7 @@ class LossWeights(nn.Module):
         step: int | None = None,
         micro_batches: int | None = None,
     ) -> WeightedLosses:
-        """Weigh the scalars in `losses`; an announced loss that is missing counts 0.
+        """Weight the scalars in `losses`; an announced loss that is missing counts 0.
 
         Args:
             step: optimizer step, for scheduled weights; None: that of `begin_micro_batch`, 0 without it.
@@ -171,7 +171,7 @@ class LossWeights(nn.Module):
         return weighted
 
     def weigh(self, losses: Mapping[str, Tensor], step: int, micro_batches: int = 1) -> WeightedLosses:
-        """Weigh as `forward` does, but return the names of losses without a weight in `unknown`.
+        """Weight the losses as `forward` does, but return the names of losses without a weight in `unknown`.
 
         An error raised here, on the one rank that has such a loss, would leave the other ranks waiting: give `unknown`
         to `reduce_dict`, which raises an error on every rank.
@@ -197,7 +197,7 @@ class LossWeights(nn.Module):
         )
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the weight of every announced loss at an optimizer step (reads the learned ones on the host)."""
+        """Return the weight of every announced loss at an optimizer step; the host waits for the learned ones."""
         weights = {}
         for name, entry in self._entries.items():
             if entry == "learned":
@@ -354,7 +354,7 @@ def _check_weights(owners: dict[str, str | None], given: dict, entries: dict, ra
             unused.append(key)
     for key in unused:
         near = did_you_mean(key, owners)
-        problems.append(f"loss.weights.{key}: no loss is called so; this model has {announced}{near}")
+        problems.append(f"loss.weights.{key}: this model has no such loss; it has {announced}{near}")
     if problems:
         raise BadInput(problems)
 
@@ -422,7 +422,7 @@ def without_unlabelled(terms: Tensor, positives: tuple[Tensor, ...], labelled: T
 
 
 def unlabelled_columns(labelled: Tensor | None, background: int) -> Tensor | None:
-    """Return which columns of a softmax stand for classes that an image does not label, (B, C + 1) bool.
+    """Return which columns of a softmax are those of classes that an image does not label, (B, C + 1) bool.
 
     labelled: (B, C) bool, see `labelled_classes`; None: None is returned. background: the column of the background, 0
     or -1; it is False for every image.

@@ -47,7 +47,7 @@ class SmoothedValue:
         self.count = 0.0
 
     def update(self, value: float, n: int = 1) -> None:
-        """Add a value that stands for `n` items; `n` is a weight in `global_avg` only."""
+        """Add a value, such as the mean of `n` items; `n` is its weight in `global_avg`, and is not used elsewhere."""
         value = float(value)
         self.window.append(value)
         self.count = self.count * self.momentum + n
@@ -177,7 +177,8 @@ class Meters(dict[str, SmoothedValue]):
         self.add({**(values or {}), **more})
 
     def add(self, values: Mapping[str, float], n: int = 1) -> None:
-        """Add one value, which stands for `n` items, to the meter of each name, without counting an update."""
+        """Add one value with the weight `n`, see `SmoothedValue.update`, to the meter of each name, without counting an
+        update."""
         for name, value in values.items():
             if name not in self:
                 is_last_value = name == "class_error"  # as in DETR
@@ -301,7 +302,7 @@ class StepTimer:
 
     @property
     def last_step_s(self) -> float:
-        """Seconds of the last step alone; 0 before the first."""
+        """Seconds of the last step; 0 before the first."""
         return self._step.value if self._step.count else 0.0
 
     def eta_s(self, steps_left: int) -> float:

@@ -209,19 +209,19 @@ class _WithoutCompiler(torch.optim.Optimizer):
 
 
 class AdamW(_WithoutCompiler, torch.optim.AdamW):
-    """torch's AdamW, see `_WithoutCompiler`."""
+    """torch's AdamW, which does not import torch's compiler here."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class Adam(_WithoutCompiler, torch.optim.Adam):
-    """torch's Adam, see `_WithoutCompiler`."""
+    """torch's Adam, which does not import torch's compiler here."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
 class SGD(_WithoutCompiler, torch.optim.SGD):
-    """torch's SGD, see `_WithoutCompiler`."""
+    """torch's SGD, which does not import torch's compiler here."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 

@@ -158,7 +158,7 @@ class Window:
     def facts(self) -> dict:
         """Return step, seed, rank, precision and loss scale as JSON values.
 
-        A report stores them beside the batches and denominators, so that the window can be built again.
+        A report stores them with the batches and denominators, so that the window can be built again.
         """
         return {
             "step": self.step,

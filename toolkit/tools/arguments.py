@@ -1,4 +1,5 @@
-"""Parses the command lines of the programs beside training: files and flags in any order, flags named as in training.
+"""Parses the command lines of the programs other than training: files and flags in any order, flags named as in
+training.
 """
 
 import argparse
@@ -13,8 +14,9 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import parse_yaml
-from toolkit.base.text import shown
+from toolkit.base.text import did_you_mean, shown
 from toolkit.data.choices import FORMATS
+from toolkit.run.synonyms import other_name
 
 
 class ShortUsage(argparse.RawDescriptionHelpFormatter):
@@ -26,6 +28,13 @@ class ShortUsage(argparse.RawDescriptionHelpFormatter):
     def _fill_text(self, text, width, indent) -> str:
         blocks = text.strip().split("\n\n")
         return "\n\n".join(block if block.startswith(" ") else textwrap.fill(block, width) for block in blocks)
+
+    def _format_action_invocation(self, action) -> str:
+        """Return the names of a flag and then its value once, as Python 3.13 does: `--format, --data.format {a,b}`."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
 
     def add_usage(self, usage, actions, groups, prefix=None) -> None:
         must = [action for action in actions if action.required or not action.option_strings]
@@ -56,7 +65,7 @@ class Program(argparse.ArgumentParser):
         """Parse the arguments; print a message and end the program with exit code 2 if they are not valid."""
         parsed, unknown = self.parse_known(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error("; ".join(self._not_known(unknown)))
         return parsed
 
     def parse_known(
@@ -70,6 +79,19 @@ class Program(argparse.ArgumentParser):
             sys.argv[1:] if args is None else list(args),
             namespace,
         )
+
+    def _not_known(self, words: Sequence[str]) -> list[str]:
+        """Return a sentence for every unknown flag, with what was probably meant, and for words that follow none."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        names = [flag.removeprefix("--") for flag in flags]
+        sentences = []
+        for word in [word for word in words if word.startswith("-")]:
+            flag = word.partition("=")[0]
+            hint = other_name(flag, names, prefix="--") or did_you_mean(flag, flags)
+            sentences.append(f"{shown(flag)}: no such flag{hint}")
+        if sentences:
+            return sentences  # the other words may be their values
+        return [f"{shown(word)}: not expected here; put quotes around a name with spaces" for word in words]
 
     def error(self, message: str):
         """Print the usage and the message, and end the program with exit code 2."""

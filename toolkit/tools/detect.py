@@ -95,11 +95,12 @@ def commands() -> dict[str, Path]:
 
 
 def usage() -> str:
+    """Return the help text of `detect`: its commands, each with the first line of its script."""
     scripts = {f"train {name}": ROOT / "scripts" / f"train_{name}.py" for name in detectors()} | commands()
     width = max(map(len, scripts)) + 2
     lines = [f"  detect {name:{width}}{first_line(path)}" for name, path in scripts.items()]
     lines.append(f"  detect {'copy':{width}}A script to change, and its configuration: detect copy train_detr mine.py")
-    lines.append(f"  detect {'where':{width}}The path of a script or a configuration; alone: all of them.")
+    lines.append(f"  detect {'where':{width}}The path of a script or a configuration; without a name, of all of them.")
     return "\n".join(["usage: detect COMMAND [ARGUMENTS]   (each explains itself with --help)", "", *lines])
 
 
@@ -112,6 +113,7 @@ def version() -> str:
 
 
 def first_line(script: Path) -> str:
+    """Return the first line of a script's docstring; "" if it has none."""
     return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
@@ -195,3 +197,7 @@ def _refuse(sentence: str, word: str, choices: list[str], show: bool = True) -> 
     listed = f" {', '.join(choices)}" if show else ""
     print(f"error: {sentence}{listed}{f', not {word!r}' if word else ''}{hint}", file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":  # python -m toolkit.tools.detect
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Handles signals in the programs beside training, which save nothing before they end."""
+"""Handles signals in the programs other than training, which save nothing before they end."""
 
 import contextlib
 import signal

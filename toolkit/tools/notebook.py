@@ -100,7 +100,7 @@ def image_and_target(table: DetectionTable, index: int) -> tuple[Tensor, dict]:
 
 
 def show(pictures: Sequence, titles: Sequence[str] = (), columns: int = 3) -> None:
-    """Show PIL images (or arrays) in a grid with so many columns, below their titles, in the output of a cell."""
+    """Show PIL images (or arrays) in a grid of `columns` columns, below their titles, in the output of a cell."""
     from IPython.display import Image, display  # which notebooks alone have
 
     rows = -(-len(pictures) // columns)

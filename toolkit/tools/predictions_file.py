@@ -1,8 +1,8 @@
 """Reads predictions files, which `toolkit.evaluation.predictions` or another program has written.
 
-A COCO results file of another program has no metadata beside it. If it names image files (as `file_name` of a
-detection, as `file_name` in `images` of a whole COCO document, or as `image_id`), images are matched by these names,
-with or without folder and ending.
+A COCO results file of another program has no file of metadata. If it names image files (as `file_name` of a detection,
+as `file_name` in `images` of a whole COCO document, or as `image_id`), images are matched by these names, with or
+without folder and ending.
 """
 
 import json
@@ -180,7 +180,8 @@ def _is_class(entry: object) -> bool:
 
 
 def read_about(path: str | Path) -> dict:
-    """Return the metadata of the predictions file `path`, from `FILE.about.json` beside it; {} if that does not exist.
+    """Return the metadata of the predictions file `path`, from `FILE.about.json` in the same folder; {} if that does
+    not exist.
 
     Raises BadInput if it cannot be read, or does not hold what `write_predictions` writes.
     """
@@ -401,7 +402,7 @@ def _graph_arrays(file: Path) -> dict[str, np.ndarray]:
             arrays = {name: stored[name] for name in stored.files}
     except (ValueError, OSError, EOFError, LookupError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).partition("\n")[0][:120]
-        raise BadInput(f"{file}: not a file of scene graphs ({reason}); remove it to read the boxes alone") from error
+        raise BadInput(f"{file}: not a file of scene graphs ({reason}); remove it to read only the boxes") from error
     faults = []
     for name in _GRAPH_COLUMNS:
         if name in arrays and not _is_column(name, arrays[name], arrays.get(f"{name}/rows")):
@@ -429,7 +430,7 @@ def _is_column(name: str, column: np.ndarray, rows: np.ndarray | None) -> bool:
 
 
 def _fits_together(graph: Mapping[str, np.ndarray]) -> bool:
-    """Return whether the columns of a graph are of the same boxes and pairs, and refer to these alone."""
+    """Return whether the columns of a graph are of the same boxes and pairs, and refer only to these."""
     boxes = len(graph["boxes"])
     pairs = len(graph["pairs"])
     of_objects = all(len(graph[name]) == boxes for name in _OF_OBJECTS if name in graph)

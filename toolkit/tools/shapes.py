@@ -98,7 +98,7 @@ def draw_scene(seed: int, split: str, index: int, image_size: int = 128) -> tupl
 
 
 def draw_large_scene(seed: int, split: str, index: int) -> tuple[np.ndarray, list[dict], list[tuple]]:
-    """Draw one large picture of small shapes that do not overlap, a function of its arguments alone.
+    """Draw one large picture of small shapes that do not overlap, a function of only its arguments.
 
     Returns uint8 (1500, 2000, 3); objects as of `draw_scene`; no relations.
     """
@@ -441,6 +441,7 @@ def open_shapes(split: str, reading: Reading) -> DetectionTable:
 
 @exit_on_bad_input
 def main(arguments: list[str] | None = None) -> None:
+    """Write the bundled shapes as a COCO data set to a folder."""
     parser = argparse.ArgumentParser(description="Writes the bundled shapes as a COCO data set.")
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--train-images", type=int, default=1000)

@@ -120,7 +120,7 @@ class WatchedRun:
 
 
 def steps_alone(script: Path, arguments: Sequence[str], folder: Path, steps: int, settings: Mapping) -> list[str]:
-    """Return the command that trains for a number of steps, without evaluations, checkpoints and trackers.
+    """Return the command that only trains for a number of steps, without evaluations, checkpoints and trackers.
 
     Args:
         script, arguments: the training script and its arguments.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.base.errors import BadInput
-from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
+from toolkit.data.formats.json_stream import WholeValue, items_of, stream_lists
 
 value = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -35,7 +35,7 @@ def test_items_are_those_of_the_whole(tmp_path_factory, content, window, indent)
     )
     found = {}
     for key, item in stream_lists(path, window):
-        if isinstance(item, Whole):
+        if isinstance(item, WholeValue):
             found[key] = item.value
         else:
             found.setdefault(key, []).append(item)

@@ -15,7 +15,7 @@ from toolkit.data.transforms.zoom_crop_colour import (
     draw_iou_crop,
     draw_zoom_out,
     keep_seen,
-    view,
+    render_region,
 )
 
 WHOLE = (0, 0, 60, 80)
@@ -82,7 +82,7 @@ def test_boxes_go_with_their_centre_but_crowds_stay_as_far_as_they_are_seen():
     )
     kept = keep_seen(target, (20, 20, 40, 40))
     assert kept["labels"].tolist() == [1, 2]
-    _, target = view(
+    _, target = render_region(
         image,
         kept,
         (20, 20, 40, 40),
@@ -94,7 +94,7 @@ def test_boxes_go_with_their_centre_but_crowds_stay_as_far_as_they_are_seen():
 
 def test_what_lies_beyond_the_image_is_filled_and_boxes_fit_their_pixels():
     image, target = painted([[20, 30, 40, 50]])
-    seen, moved = view(
+    seen, moved = render_region(
         image,
         target,
         (-60, -80, 240, 320),

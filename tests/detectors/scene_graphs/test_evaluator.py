@@ -101,7 +101,9 @@ def test_truth_is_that_of_the_boxes_that_were_asked(table):
     evaluator = SceneGraphEvaluator(table, "predcls")
     scores = evaluator.evaluate(predictions)
     assert scores["ngR@100"] == scores["A@100"] == 1.0
-    assert "left of" in evaluator.describe(scores, predictions)
+    text = evaluator.describe(scores, predictions)
+    assert "left of" in text
+    assert "mR its mean over predicates" in text
 
 
 def test_a_detector_that_finds_nothing_has_a_recall_of_zero(table):

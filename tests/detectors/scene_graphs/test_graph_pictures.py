@@ -2,9 +2,10 @@
 
 import json
 
+import pytest
 from scene_graph_data import model_of, predictions_of, truth
 
-from toolkit.detectors.scene_graphs.graph_pictures import correct_triplets
+from toolkit.detectors.scene_graphs.graph_pictures import correct_triplets, graph_panels
 from toolkit.evaluation.coco import make_evaluator
 from toolkit.tools.shapes import PREDICATES
 
@@ -20,6 +21,20 @@ def test_a_picture_comes_with_its_graphs_as_json(table, tmp_path):
         for relation in graph["relations"]:
             assert relation["predicate"] in PREDICATES
             assert relation["subject"] < len(graph["detections"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "panels"),
+    [
+        ("predcls", ["boxes", "annotated graph", "predicted graph"]),
+        ("sgdet", ["annotated boxes", "annotated graph", "predicted boxes", "predicted graph"]),
+    ],
+)
+def test_boxes_that_are_given_are_drawn_once(table, mode, panels):
+    model = model_of(table, mode).eval()
+    row = table.row(0)
+    drawn = graph_panels(table, row, predictions_of(model, table)[row["image_id"]])
+    assert list(drawn) == panels
 
 
 def test_a_triplet_is_correct_if_both_boxes_and_all_names_are():

@@ -18,6 +18,6 @@ def test_two_commands_find_objects_on_own_data(options):
     assert len(files) == 4
     for file in files:
         assert (ROOT / file).is_file()
-    assert "finds none" in words or "random weights" in words
+    assert "detects no objects" in words or "random weights" in words
     assert without_detector(replace(options, detector="runs/x"), "my/data") == ""
     assert without_detector(options, None) == ""

@@ -195,7 +195,7 @@ def test_masks_of_a_detector_are_left_out(table):
             "detector_options: {architecture: ssd, strides: [8, 32], channels: [8, 8], aspect_ratios: [[2], [2]]}",
             "model.detector_options: ssd has feature maps of strides .8, 32.",
         ),
-        ("detector_options: {masks: true}", "model.detector_options: masks: a scene graph has no use for masks"),
+        ("detector_options: {masks: true}", "model.detector_options: masks: scene graphs do not use masks"),
         ("head_options: {context: vctree}", "head_options"),
         ("separate_spatial: true", "separate_spatial is for the head causal"),
         ("class_balanced_beta: 1.0", "class_balanced_beta is 1.0"),

@@ -110,7 +110,7 @@ JUNK = {
     "text.pth": (b"hello world\n", UNREADABLE),
     "head.safetensors": (b"hi", "not a safetensors file"),
     "list.pth": ([1, 2], "holds no tensors by name"),
-    "module.pth": (nn.Linear(1, 1), "holds objects beside tensors"),
+    "module.pth": (nn.Linear(1, 1), "holds other objects than tensors"),
     "cut.pth": ({"weight": torch.zeros(100)}, UNREADABLE),
 }
 

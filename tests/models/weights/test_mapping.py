@@ -73,7 +73,7 @@ def test_all_that_does_not_fit_is_named_at_once():
     assert "b <- c: the checkpoint has no parameter below 'c'" in said
     assert "d <- a: the model has no parameter below 'd'" in said
     assert "a.w <- a.w: the checkpoint's shape is (3,); the model's is (2,)" in said
-    with pytest.raises(BadInput, match="class 'a' stands 2 times in the checkpoint"):
+    with pytest.raises(BadInput, match="class 'a' occurs 2 times in the checkpoint"):
         map_weights(
             {},
             {},

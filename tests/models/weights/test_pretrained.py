@@ -44,8 +44,8 @@ class Linear(nn.Linear):
 NOT_WEIGHTS = [
     ("weights.pth", b"", "cannot be read as weights"),
     ("text.pth", b"hello", "cannot be read as weights of PyTorch; give a file that"),
-    ("empty", None, "no run folder"),
-    ("a/b/c", None, "does not exist"),
+    ("empty", None, "not a run folder"),
+    ("a/b/c", None, "no such file or folder"),
 ]
 
 

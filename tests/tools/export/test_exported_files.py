@@ -156,7 +156,7 @@ def test_images_below_the_smallest_side_get_a_file_of_their_size(tmp_path):
     assert about.score_threshold == 0.42
     assert about.sides == graph.sides == "fixed"
     assert about.top_k == 100
-    assert "files of several sizes begin with 64 pixels: this one takes 32 x 32 alone" in told
+    assert "files of several sizes begin with 64 pixels: this one takes only 32 x 32" in told
     assert check_against_pytorch(graph, files["torch"], images_of(2, 32, 32))
 
 

@@ -150,7 +150,7 @@ def test_a_graph_that_cannot_be_exported_says_why(options, words, capsys):
     trained = OwnDetector("here", detector, CATEGORIES, None)
     assert judge.write_relations(trained, None, Path("there"), ExportRequest(), {}) == []
     said = capsys.readouterr().out
-    assert "the relations are not exported, the files have the detector alone: " in said
+    assert "the relations are not exported, only the detector is: " in said
     assert words in said
 
 

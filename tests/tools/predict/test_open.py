@@ -60,7 +60,7 @@ def test_what_a_path_is(folder):
     [
         (kind_of, "broken", "config.json: cannot be read"),
         (kind_of, "finel", "did you mean .*final"),
-        (open_predictor, "", "no run folder"),
+        (open_predictor, "", "not a run folder"),
         (open_predictor, "broken", "cannot be read"),
         (open_predictor, "bert", "neither a run folder"),
     ],
@@ -74,7 +74,7 @@ NEAR = {
     "runs/dter": "did you mean runs/detr?",
     "rnus/detr/final": "did you mean runs?",
     "runs/detr/fnal": "did you mean runs/detr/final?",
-    "runs/else.onnx": f"runs{os.sep} has detr",
+    "runs/else.onnx": f"runs{os.sep} contains detr",
 }
 OPENERS = {
     "open_predictor": open_predictor,

@@ -25,7 +25,7 @@ from toolkit.tools.predict.outputs import (
     names_of_outputs,
     write_outputs,
 )
-from toolkit.tools.predict.program import picture_names
+from toolkit.tools.predict.program import picture_names, prediction_summary
 
 CATEGORIES = [Category(7, "cup"), Category(90, "plate")]
 FORMATS = ["json", "jsonl", "coco", "yolo", "voc", "csv"]
@@ -169,6 +169,14 @@ def test_an_earlier_prediction_is_not_mixed_with_a_new_one(tmp_path):
         check_output_folder(tmp_path, [tmp_path / "labels" / "a.txt"], overwrite=True)
     clear_outputs(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", "itself.jpg"}
+
+
+def test_the_summary_names_what_was_written(tmp_path):
+    write_outputs(DOCUMENT, FOUND, ["a.jpg", "b.jpg"], ["json", "yolo"], tmp_path)
+    (tmp_path / "mine.txt").write_text("")
+    document = DOCUMENT | {"errors": [], "score_threshold": 0.3}
+    _, last = prediction_summary(document, tmp_path).splitlines()
+    assert last == f"written: {tmp_path}/predictions.json, {tmp_path}/labels/"
 
 
 def test_found_boxes_become_a_data_set_to_train_on(tmp_path):

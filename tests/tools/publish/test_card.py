@@ -210,7 +210,7 @@ def test_the_folder_arrives_whole(run, hub):
     ("token", "name", "words"),
     [
         ("hf_reads", "me/cups", "may only read"),
-        ("hf_wrong", "me/cups", "did not take it"),
+        ("hf_wrong", "me/cups", "did not accept it"),
         ("hf_test", "other/cups", "writes for me, lab only"),
         ("", "me/cups", "HF_TOKEN"),
     ],
@@ -257,7 +257,7 @@ def test_what_the_hub_refuses_is_told_in_its_words(run, hub, monkeypatch):
         push(run, "me/cups", licence="my own!")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     for name in ("me/cups", "no such/name at all"):
-        with pytest.raises(BadInput, match="the hub did not take it"):
+        with pytest.raises(BadInput, match="the hub did not accept it"):
             push(run, name)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(BadInput, match="HF_TOKEN") as error:

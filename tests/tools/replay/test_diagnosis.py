@@ -14,7 +14,7 @@ from torch import nn
 from toolkit.base.batch import Batch
 from toolkit.step.guard import NanGuard
 from toolkit.tools.replay.diagnosis import diagnose, replay
-from toolkit.tools.replay.nan_report import investigate, load_report
+from toolkit.tools.replay.nan_report import ADVICE, investigate, load_report
 
 
 class Poison(nn.Module):
@@ -86,9 +86,10 @@ def test_a_broken_window_leaves_nothing_but_a_report_that_runs_again(tmp_path, k
         run,
         tmp_path,
         [batch],
-        {"step": 3, "lr": {"main": 0.01}},
+        {"step": 3, "lr": {"main": 0.01}, "action": "stop"},
     )
     assert words in message
+    assert message.splitlines()[-1] == f"What to do: {ADVICE[expected[0]]}"
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.stem.weight.grad is None
     folder = tmp_path / "nan" / "step_000003" / "rank0"

@@ -153,6 +153,15 @@ def test_a_run_that_has_barely_begun_is_only_told_to_train_longer(confusing, sha
     assert "Confused classes" in found
 
 
+def test_a_detector_that_has_learned_is_judged_after_few_epochs(noisy, tmp_path):
+    """The limit that was meant may be one of minutes, with epochs that are never reached."""
+    found = [[(BOX, i % 2, 0.9), (BOX, i % 2, 0.8), (BOX, i % 2, 0.7)] for i in range(30)]
+    duplicates = judged_on(tmp_path, [[(BOX, i % 2)] for i in range(30)], found)
+    duplicates.errors.cost["duplicate"] = 0.1
+    facts = run_ended(0.016, rising, "run.max_minutes")
+    assert list(advice_on(duplicates, **facts))[:2] == ["Trained too short", "Duplicates"]
+
+
 def test_a_run_without_evaluations_enough_has_barely_begun(confusing):
     """Whether AP still rises is not known then."""
     facts = run_ended(0.016, level, "run.max_minutes", evaluations=1)

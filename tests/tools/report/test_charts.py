@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from toolkit.tools.report import figures
 from toolkit.tools.report.charts import (
@@ -61,6 +62,13 @@ def test_a_chart_has_the_colours_of_the_page_and_its_words_as_they_are():
     assert "none<" not in text
     assert not re.search('#[0-9a-f]{6}[;"]', text)
     assert SERIES_COLOURS[1] == "#d55e00"
+
+
+def test_texts_behind_bars_stay_in_the_frame():
+    drawn = figure([BarChart("x", [("above", 0.987, "0.987 of 144"), ("on", 0.5, "0.500 of 9")], most=1)])
+    FigureCanvasAgg(drawn).draw()
+    (axes,) = drawn.axes
+    assert max(text.get_window_extent().x1 for text in axes.texts) < axes.bbox.x1
 
 
 def test_equal_rates_are_seen_both():

@@ -76,6 +76,37 @@ def test_the_command_is_that_which_began_the_run(began, command):
     assert command_that_goes_on(flags, began, Path("runs/a/config.yaml")) == command
 
 
+def test_a_command_names_files_from_here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    command = command_that_goes_on([], [f"{tmp_path}/scripts/train_x.py"], tmp_path / "runs" / "config.yaml")
+    assert command == "accelerate launch scripts/train_x.py --config runs/config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        ({"state": "done", "ended_by": ["run.epochs"], "reason": "x"}, "Finished after 4 steps (run.epochs)."),
+        ({"state": "failed", "reason": "no disk."}, "Failed after 4 steps: no disk."),
+        ({"state": "preempted"}, "Interrupted after 4 steps."),
+        ({}, ""),
+    ],
+)
+def test_a_sentence_says_how_a_run_stands(tmp_path, status, sentence):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "epoch": 0}\n')
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert run_facts(tmp_path).state == sentence
+
+
+@pytest.mark.parametrize("mode", ["predcls", "sgdet"])
+def test_given_boxes_are_not_measured(tmp_path, mode):
+    row = {"step": 4, "epoch": 0, "val/R@20": 0.5, "val/bbox_AP": 1.0, "val/ema/AP/cat": 1.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+    (tmp_path / "config.yaml").write_text(f"run: {{}}\nmodel: {{mode: {mode}}}\n")
+    (found,) = run_facts(tmp_path).rows
+    assert found["val/R@20"] == 0.5
+    assert ("val/bbox_AP" in found) == ("val/ema/AP/cat" in found) == (mode == "sgdet")
+
+
 @pytest.mark.parametrize(
     ("step", "steps_per_epoch", "epochs"),
     [(4, 10, 0.4), (4, 0, 1), (10, 10, 1), (25, 0, 2.5)],

@@ -77,7 +77,7 @@ def test_curves_without_values_are_not_written(tmp_path, rows, expected):
 
 def test_a_run_without_a_step_has_a_report(tmp_path):
     text = write_report(tmp_path / "run").read_text()
-    assert "no step yet" in text
+    assert "No step yet." in text
     assert "No evaluation" in text
     assert "png" not in text
 
@@ -88,7 +88,7 @@ def test_the_readme_has_the_last_and_the_best_numbers(run):
     for step in (10, 20):
         Image.new("RGB", (4, 4)).save(pictures / f"step_{step:06d}.png")
     text = write_report(run).read_text()
-    assert text.startswith("# my_run\n\nstate done, step 20, epoch 0, 20.0 minutes")
+    assert text.startswith("# my_run\n\nFinished after 20 steps. Epoch 0, 20.0 minutes.")
     for line in (
         "| metric | raw, last (step 20) | raw, best (step 10) | EMA, last (step 20) | EMA, best (step 10) |",
         "| bbox_AP | 0.2000 | 0.3000 | 0.2500 | 0.3500 |",
@@ -115,11 +115,11 @@ def test_settings_are_those_in_force_and_the_state_that_is_told(run):
     readme = write_report(run, state="done")
     for file in (readme, run / "report" / "index.html"):
         text = file.read_text()
-        for words in ("state done", "Settings (config_2.yaml)", "lr: 0.5"):
+        for words in ("Finished after 20 steps.", "Settings (config_2.yaml)", "lr: 0.5"):
             assert words in text
-        for words in ("running", "none yet", "lr: 0.25"):
+        for words in ("Still running", "none yet", "lr: 0.25"):
             assert words not in text
-    assert "state running, reason none yet" in write_report(run).read_text()
+    assert "Still running after 20 steps: none yet." in write_report(run).read_text()
 
 
 @pytest.mark.parametrize(

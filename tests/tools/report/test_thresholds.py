@@ -5,7 +5,7 @@ import pytest
 from report_data import matched_of, random_case, table_of
 
 from toolkit.evaluation.matches import match_predictions
-from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep
+from toolkit.tools.report.thresholds import calibration, confusion_matrix, sweep, threshold_text
 
 BOX = [0, 0, 20, 20]
 FAR = [60, 60, 90, 90]
@@ -49,6 +49,13 @@ def test_a_wanted_precision(tmp_path):
     assert swept.at_precision(0.75).recall == 0.75
     assert swept.at_precision(0.75).threshold < 0.6
     assert sweep(matched_of(table, [[(FAR, 0, 0.5)]] * 4)).best is None
+
+
+@pytest.mark.parametrize(
+    ("threshold", "text"), [(0.26089, "0.261"), (0.5, "0.500"), (0.0004, "0.0004"), (0.99996, "0.99996")]
+)
+def test_thresholds_have_three_digits_unless_nothing_were_left(threshold, text):
+    assert threshold_text(threshold) == text
 
 
 @pytest.mark.parametrize(("power", "low", "high"), [(1, 0, 0.03), (4, 0.2, 1)])

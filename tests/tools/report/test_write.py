@@ -8,12 +8,13 @@ from urllib.parse import unquote
 import pytest
 from mask_data import random_masks
 from report_data import ground_truth_as_predictions, predictions_of, random_case, table_of
+from scene_graph_data import prediction
 
 from toolkit.base.masks import Rle
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.shown_metrics import COCO_METRICS
 from toolkit.run.status import RunStatus
-from toolkit.tools.report import PREDICTIONS, gallery, write_report
+from toolkit.tools.report import PREDICTIONS, gallery, sections, write_report
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.judgement import judge
 from toolkit.tools.report.write import write_comparison, write_page
@@ -107,7 +108,7 @@ def test_a_page_is_one_file_with_all_sections(case, tmp_path):
             "val/loss": 0.4,
         }
     )
-    facts = RunFacts(rows, {}, "a: <1>", "{}", "state done")
+    facts = RunFacts(rows, {}, "a: <1>", "{}", "Finished.")
     page = write_page(tmp_path / "report", judged, facts, "try <1>")
     text = page.read_text()
     links = checked(page).links
@@ -180,6 +181,13 @@ def test_a_crowded_picture_names_its_mistakes_alone(tmp_path):
     assert [mark.colour for mark in maker.marks if mark.text] == [gallery.WRONG_COLOUR]
 
 
+def test_a_wrong_place_is_measured_at_an_object_of_the_class(tmp_path):
+    """Not at one of another class, which the prediction overlaps more."""
+    table = table_of(tmp_path, [[([0, 0, 100, 100], 0), ([60, 0, 100, 100], 1)]])
+    judged = judged_of(table, predictions_of(table, [[([60, 0, 100, 100], 0, 0.9)]]))
+    assert "cat, score 0.90, IoU 0.40 with cat" in gallery.mistakes(judged, KeptMarks(table, tmp_path))
+
+
 def test_pictures_are_named_by_their_files(tmp_path):
     table = table_of(tmp_path, [[(BOX, 0)]] * 40)
     found = [[(BOX, 0, 0.8)]] * 40
@@ -208,10 +216,29 @@ def test_a_page_of_masks_has_their_numbers(masks, tmp_path):
     of_masks, of_boxes = masks
     text = write_page(tmp_path / "masks", of_masks, RunFacts(), "masks").read_text()
     assert "segm_AP" in text
+    assert "<span>masks: AP</span>" in text
+    assert "<span>boxes: AP</span>" in text
     assert "IoU of masks 0.5" in text
     plain = write_page(tmp_path / "boxes", of_boxes, RunFacts(), "boxes").read_text()
     assert "segm_" not in plain
+    assert "<span>AP</span>" in plain
     assert "masks 0.5" not in plain
+
+
+@pytest.mark.parametrize(
+    ("mode", "shown"),
+    [("predcls", ["summary", "graphs"]), ("sgcls", ["summary", "graphs", "confusion"])],
+)
+def test_sections_on_finding_boxes_are_left_out_where_they_are_given(tmp_path, mode, shown):
+    objects = [([0, 0, 20, 20], 0), ([50, 50, 80, 80], 1), ([0, 60, 30, 90], 2)]
+    images = [{"objects": objects, "relations": [(0, 1, 1), (2, 0, 0)]}]
+    table = table_of(tmp_path / "data", images, ("a", "b", "c"), predicates=("on", "of"))
+    judged = judge("x", {10: prediction("0 1 1, 2 0 1", 2)}, table, {"mode": mode}, draws=2)
+    text = write_page(tmp_path, judged, RunFacts(), "x").read_text()
+    assert re.findall('<section id="(.*?)">', text) == shown
+    cards = re.findall("<div><span>(.*?)</span>", text)
+    assert cards == [f"R@20, {mode}", f"mR@20, {mode}", f"ngR@50, {mode}", "complete images"]
+    assert "mean of the recalls of the predicates" in text
 
 
 def test_a_comparison_has_the_metrics_that_all_have(masks, tmp_path):
@@ -256,11 +283,21 @@ def test_the_report_of_a_run_judges_its_predictions_and_says_what_goes_on(tmp_pa
     for words in (
         "0.200 at step 20, 0.400 at step 40",
         "training ended by run.max_minutes (the minutes",
-        f"<pre>accelerate launch scripts/train_detr.py --config {run}/config.yaml --run.resume latest ",
-        "--run.resume_schedule new --run.max_minutes 9.5</pre>",
     ):
         assert words in first
+    command = re.sub("</?code>", "", re.search("<pre>(.*)</pre>", first)[1])
+    begin = f"accelerate launch scripts/train_detr.py --config {run}/config.yaml --run.resume latest "
+    assert command.startswith(begin)
+    assert command.endswith(" --run.resume_schedule new --run.max_minutes 9.5")
     assert "run.epochs" not in first
-    assert "state done, reason training ended by run.max_minutes" in page
-    assert "step 40 (raw weights)" in page
+    assert "Finished after 40 steps (run.max_minutes). Evaluated: weights of step 40 on 30 images, " in page
+    assert f"<p class=dim>Data: {table.name}</p>" in page
     assert json.loads((report / "report.json").read_text())["images"] == len(table)
+
+
+def test_wanted_precisions_with_one_threshold_are_one_row(tmp_path):
+    table = table_of(tmp_path, [[(BOX, 0)]] * 4, draw=False)
+    found = [[(BOX, 0, 0.9)], [(BOX, 0, 0.9)], [(BOX, 1, 0.8)], [(BOX, 0, 0.7)]]
+    judged = judged_of(table, predictions_of(table, found))
+    rows = re.findall("<tr><td class=text>(.*?)</td><td>(.*?)</td>", sections.thresholds(judged))
+    assert [name for name, _ in rows] == ["best F1", "precision of 0.5 to 0.75", "precision of 0.9 to 0.99"]

@@ -53,10 +53,11 @@ def open_dataset(
         data set or a local `datasets` folder) the name of the split. With the formats "visual_genome", "vrd", "gqa" and
         "open_images" (`name` is the folder of their files) and "psg" (`name` is psg.json): "train", "val" or "test";
         "train:50" and "val:50" count 50 validation images instead of the published 5000 and 1000.
-        A folder or a CSV file stands for its one split, or its training data, a list (`toolkit.data.joining`) for many.
+        A folder or a CSV file means its one split, or its training data, a list (`toolkit.data.joining`) for many.
     path: folder of any format of `FOLDERS`, or a list of such folders; `source` is then the name of a split.
     format: "auto" finds it by `path`, by `name` or by the suffix of `source`; with `path` "shapes" means "auto".
-    unlisted_classes: what a class that one of several data sets does not list is there: "unknown" or "background".
+    unlisted_classes: how a class that one of several data sets does not list counts there: as "unknown" or as
+    "background".
     classes: new name of each class by its old name; None leaves its boxes out (`toolkit.data.classes.with_classes`).
     classes_must_exist: whether an old name in `classes` that the data lack is an error; False: it is ignored.
     The other arguments are those of `Reading`.
@@ -168,9 +169,9 @@ def _format_of(source: str, name: str | None) -> str:
         return "coco"
     if split_of(source):
         raise BadInput(
-            f"{source}: this is the name of a split, and no data set is named that has it: give the folder as "
-            "data.path, or a file in place of the split; data.val takes a share such as 0.2 too, and the bundled data "
-            "need data.format shapes"
+            f"{source}: this is the name of a split, but no data set is given: give its folder as data.path, or a file "
+            "in place of the split; data.val can also be a share such as 0.2, and the bundled data need data.format "
+            "shapes"
         )
     path = Path(source).expanduser()
     if not path.exists():
@@ -189,7 +190,7 @@ def _format_of(source: str, name: str | None) -> str:
 class RecognisedFolder:
     """The format and the splits of a folder.
 
-    untried: formats that were not tried any more.
+    untried: formats after `format` in `FOLDERS`, which were not tried.
     """
 
     format: str
@@ -198,10 +199,12 @@ class RecognisedFolder:
 
     @property
     def path(self) -> Path:
+        """The folder."""
         return self.found.folder
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """The names of the splits: train, val, test, then the others."""
         return self.found.names
 
     @cached_property
@@ -226,20 +229,20 @@ class RecognisedFolder:
 
 
 def module_of(format: str) -> ModuleType:
-    """Import the module of a format in `FOLDERS`; the modules of other formats are not imported."""
+    """Import and return the module of a format in `FOLDERS`; other formats are not imported."""
     return importlib.import_module(f"toolkit.data.formats.{FOLDERS[format]}")
 
 
 def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
     """Recognise the format and the splits of a folder (or of a single annotation file).
 
-    format: "auto": the first format of `FOLDERS` whose module recognises the folder; a name: this format alone.
+    format: "auto": the first format of `FOLDERS` whose module recognises the folder; a name: only this format.
 
     Raises BadInput: the folder does not exist or has none of the formats; the message says what was looked for.
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise BadInput(f"{path}: no such folder (data.path){near_names(path)}")
+        raise BadInput(f"{path}: no such file or folder (data.path){near_names(path)}")
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         path = path.parent  # data.yaml
     layout = Layout(path)
@@ -264,17 +267,16 @@ def _not_recognised(layout: Layout, format: str, tried: Sequence[str]) -> BadInp
     other = next((name for name in others if module_of(name).find(layout)), None)
     if other:
         looks = module_of(other).TITLE
-        wanted = f"nothing of the format {format!r} was found in this folder"
-        return BadInput(f"{path}: {wanted}; it looks like {looks}: leave out data.format")
+        wanted = f"no data of the format {format!r} were found in this folder"
+        return BadInput(f"{path}: {wanted}; it looks like {looks}: leave data.format out")
     known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
     known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
-    wanted = f"nothing of the format {format!r}" if format in FOLDERS else f"none of the formats: expected {known}"
+    wanted = f"no data of the format {format!r} were found" if format in FOLDERS else "no data set was recognised"
     below = list(map(str, module_of("voc").folders_with_annotations(layout))) if "voc" in tried else []
     more = f", {len(below)} in all" if len(below) > 5 else ""
-    hint = f"; annotations of Pascal VOC lie in {', '.join(below[:5])}{more}: give the folder of one data set, "
+    hint = f"; annotations of Pascal VOC are in {', '.join(below[:5])}{more}: give the folder of one data set, "
     hint += "which has these and its images (data.path)"
-    listed = "" if format == "auto" else f"; known are {known}"
-    return BadInput(f"{path}: {wanted} was found in this folder{listed}{hint if below else ''}")
+    return BadInput(f"{path}: {wanted} in this folder; the formats are {known}{hint if below else ''}")
 
 
 def split_in(folder: RecognisedFolder, split: str) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Annotations, ImageRow, Reading
-from toolkit.data.check_files import parallel, waits_for, with_good_files
+from toolkit.data.check_files import map_in_threads, reading_threads, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image
 from toolkit.data.image_sources import ImageSources, digest_of
@@ -75,7 +75,7 @@ class Listing:
         self.annotations.images = self.images
         self._ids = {name: id_ for id_, name in self.classes}
         indices = range(len(self.images))
-        self.problems += parallel(self._fill_size, indices, "reading sizes", waits_for(self.image_root))
+        self.problems += map_in_threads(self._fill_size, indices, "reading sizes", reading_threads(self.image_root))
 
     def _fill_size(self, index: int) -> list[Problem]:
         image = self.images[index]

@@ -16,7 +16,7 @@ from toolkit.data.annotations import Annotations, Reading, RelationColumns, is_i
 from toolkit.data.check_files import with_good_files
 from toolkit.data.checks import check, unsafe_file_name
 from toolkit.data.find_images import find_missing, find_root
-from toolkit.data.formats.json_stream import Whole, items_of, stream_lists
+from toolkit.data.formats.json_stream import WholeValue, items_of, stream_lists
 from toolkit.data.formats.look_alikes import about_look_alike
 from toolkit.data.image_sources import ImageSources, digest_of, open_sources
 from toolkit.data.layout import (
@@ -148,7 +148,7 @@ def read_annotations(file: Path, masks: bool = False) -> Annotations:
     }
     waiting: list = []  # annotations
     for key, item in stream_lists(file):
-        if isinstance(item, Whole):
+        if isinstance(item, WholeValue):
             lists[key] = item.value
         elif key == "annotations":
             waiting.append(item)
@@ -254,7 +254,7 @@ def _folders_of_split(file: Path, layout: Layout) -> list[Path]:
 def _is_coco(path: Path) -> bool:
     """Return whether a JSON file begins like an object with COCO's lists, without reading the whole of a large file.
 
-    A file that is read whole must have images: Label Studio's `notes.json`, beside YOLO labels, has categories alone.
+    A file that is read whole must have images: Label Studio's `notes.json`, next to YOLO labels, has only categories.
     """
     try:
         with open(path, "rb") as file:

@@ -70,7 +70,7 @@ def find(layout: Layout) -> Splits | None:
     """Return the splits of a folder of CSV files, or of one file; None if there are no tables of boxes.
 
     Recognised are files whose names say a split, a CSV file in the folder of each split, and a single CSV file, with or
-    without a column `split`. Files whose names differ from that of a split's table in a number alone are further parts
+    without a column `split`. Files whose names differ from that of a split's table only in a number are further parts
     of it.
     """
     candidates = _candidates(layout)

@@ -1,4 +1,4 @@
-"""Darknet's description of a data set: `obj.data` with lists of images, or the lists alone.
+"""Darknet's description of a data set: `obj.data` with lists of images, or only the lists.
 
 A list is a text file with the path of an image in each line. `obj.data` has lines `train = train.txt`,
 `valid = valid.txt` and `names = obj.names`; paths may be those of another computer.
@@ -34,7 +34,7 @@ def settings_of(layout: Layout) -> tuple[Path | None, dict]:
 
 
 def is_list(path: Path) -> bool:
-    """Return whether the first line of a text file is the path of an image."""
+    """Return whether a text file lists images: its first line is the path of one."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
             first = next(filter(None, map(str.strip, file)), "")

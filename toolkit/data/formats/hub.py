@@ -20,7 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from toolkit.base.errors import BadInput
 from toolkit.base.files import read_json
 from toolkit.data.annotations import TRIPLET_KEYS, Annotations, Reading
-from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, parallel, white_problems, with_16_bits
+from toolkit.data.check_files import FULL_CHECK_LIMIT, check_image, map_in_threads, white_problems, with_16_bits
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, largest_value, probe_image, read_image_file
 from toolkit.data.formats.annotated import UNKNOWN_SIZE
@@ -37,7 +37,7 @@ Make = Callable[[Path], DetectionTable]  # writes the table to the cache file th
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The names of the columns that are read from a data set, and what is known of its classes.
+    """The names of the columns that are read from a data set, and its classes as far as they are known.
 
     image: name of the column of images. category, id: names of keys in `objects`; id: None if that key is missing.
     categories, predicates: {"id", "name"} of classes and predicates; None: only their ids are known.
@@ -65,7 +65,7 @@ def open_hub(name: str, split: str, reading: Reading) -> DetectionTable:
     Expected are an image column and `objects {bbox (COCO xywh), category, [id], [area], [iscrowd], [segmentation]}`,
     the last as COCO's and read with `reading.masks`; the columns
     `image_id`, `width` and `height` are used if they exist. Class names come from the ClassLabel feature; in
-    SGG-Benchmark's layout they are in `categories.json` beside the data, which also has the names of the predicates in
+    SGG-Benchmark's layout they are in `categories.json` next to the data, which also has the names of the predicates in
     the column `relations {subject_id, object_id, predicate_id}`. The encoded images are copied into the cached table.
     The data are validated as in `read_coco`.
 
@@ -105,7 +105,7 @@ def _copied(name: str, split: str, source: str, reading: Reading) -> tuple[list,
             return largest_value(_encoded(rows[index][columns.image], max_pixels), max_pixels)
 
         look = partial(_look, rows, columns.image, annotations, full, reading)
-        problems += parallel(look, range(len(rows)), "checking images")
+        problems += map_in_threads(look, range(len(rows)), "checking images")
         positions = {image.image_id: index for index, image in enumerate(annotations.images)}
         if full is not None:
             deep = [positions[image.image_id] for image in with_16_bits(annotations.images, problems)]
@@ -260,7 +260,7 @@ def _items(feature: object) -> Mapping:
 
 
 def _names_beside_rows(name: str, description: str) -> dict:
-    """Read `categories` and `rel_categories` from the file beside the rows, local or on the hub, or the description.
+    """Read `categories` and `rel_categories` from the file next to the rows, local or on the hub, or the description.
 
     Empty if neither names them.
     """

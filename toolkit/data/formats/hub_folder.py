@@ -20,7 +20,7 @@ def find(layout: Layout) -> Splits | None:
     """Return the splits of a local `datasets` folder; None if it is not one.
 
     The source of a split is `<folder>/<the folder's own name of it>`, such as `validation` for `val`, whether that is a
-    folder or not. Of several names for one split its own counts, then the first: `dev` is not used beside `val`.
+    folder or not. Of several names for one split its own counts, then the first: `dev` is not used if there is `val`.
     """
     names = _split_names(layout)
     own_names: dict[str, str] = {}

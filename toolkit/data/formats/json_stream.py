@@ -24,8 +24,8 @@ JSON_TYPE_NAMES = {list: "list", str: "string", int: "number", float: "number", 
 def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[str, object]]:
     """Yield (key, item) for each item of each list in the top-level object of a file.
 
-    An empty list, and a value that is not a list, is yielded in one piece as (key, `Whole(value)`). A byte order mark
-    is skipped.
+    An empty list, and a value that is not a list, is yielded whole, as (key, `WholeValue(value)`). A byte order mark is
+    skipped.
 
     window: characters that are read at a time.
 
@@ -53,14 +53,14 @@ def stream_lists(path: Path, window: int = WINDOW_CHARACTERS) -> Iterator[tuple[
             if text.next_sign() == "[":
                 yield from ((key, item) for item in _items(text))
             else:
-                yield key, Whole(text.value())
+                yield key, WholeValue(text.value())
             if text.next_sign() == "}":
                 return
             text.expect(",")
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeValue:
     """A top-level value without items: an empty list, or a value that is not a list."""
 
     value: object
@@ -69,7 +69,7 @@ class Whole:
 def items_of(path: Path, keys: Collection[str]) -> Iterator[tuple[str, object]]:
     """Yield (key, item) for each item of the lists under these keys in the top-level object of a file."""
     for key, item in stream_lists(path):
-        if key in keys and not isinstance(item, Whole):
+        if key in keys and not isinstance(item, WholeValue):
             yield key, item
 
 
@@ -77,7 +77,7 @@ def _items(text: "_Text") -> Iterator[object]:
     text.at += 1
     if text.next_sign() == "]":
         text.at += 1
-        yield Whole([])
+        yield WholeValue([])
         return
     while True:
         yield from _items_in_window(text)

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from toolkit.base.files import without_suffix
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.find_images import find_missing, find_root
 from toolkit.data.formats.annotated import Listing, ParsedImage, rows_of, sorted_classes
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
@@ -27,7 +27,7 @@ Entries = Mapping[str, ParsedImage | str]
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """A format with a file for each image.
+    """A format with an annotation file for each image.
 
     suffix: of the files, in small letters. is_annotation: says whether a file is an annotation. parse: reads one;
     raises ValueError, with a message, if it does not have what it must have.
@@ -143,7 +143,7 @@ class AnnotationFiles:
                 return [(stem, str(error))]
 
         files = list(self.format.files_below(self.layout, folder))
-        return dict(parallel(parse, files, f"reading {folder.name}"))
+        return dict(map_in_threads(parse, files, f"reading {folder.name}"))
 
     def part(
         self,
@@ -235,7 +235,7 @@ class AnnotationFiles:
 def _image_root(
     layout: Layout, folder: Path, annotations: Path, split: str, folders: Sequence[str], first: str | None
 ) -> Path:
-    """Find the folder of the images: beside the annotations, or in a folder of their own; see `find_root`.
+    """Find the folder of the images: next to the annotations, or in a folder of their own; see `find_root`.
 
     folders: its subfolders in which images may lie.
     """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data.annotations import Reading
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.formats.annotated import Listing, ParsedBox, ParsedImage, open_annotated
 from toolkit.data.formats.per_image import (
     AnnotationFiles,
@@ -52,7 +52,7 @@ class VocSplits(Splits):
 def find(layout: Layout) -> VocSplits | None:
     """Return the splits of a folder of VOC annotations; None if it is not one.
 
-    Recognised are `ImageSets/Main/<split>.txt` beside `Annotations` and `JPEGImages`, a folder for each split with the
+    Recognised are `ImageSets/Main/<split>.txt` with `Annotations` and `JPEGImages`, a folder for each split with the
     XML files in it or in a folder of their own, one folder without splits, and several years below `VOCdevkit`.
 
     Raises BadInput: of several years, some have splits and some have none.
@@ -211,7 +211,8 @@ def _part(files: AnnotationFiles, data_set: DataSet, split: str, reading: Readin
 
 
 def _watched(data_set: DataSet, split: str, reading: Reading) -> list[Path]:
-    """Return the files and folders of a data set, beside annotations and images, whose change changes the listing."""
+    """Return the files and folders of a data set, other than annotations and images, whose change changes the
+    listing."""
     watched = []
     if reading.masks:
         watched.append(data_set.folder / MASK_FOLDER)
@@ -230,7 +231,7 @@ def _list_of_masks(data_set: DataSet, split: str) -> Path:
 def _with_masks(images: Sequence[ParsedImage], masks: Sequence[Path], reading: Reading) -> Iterator[ParsedImage]:
     """Yield the images with the masks of their boxes, which the pictures `masks` show."""
     read_one = partial(masks_of_objects, max_pixels=reading.max_image_pixels)
-    for image, numbers in zip(images, parallel(read_one, masks, "reading masks"), strict=True):
+    for image, numbers in zip(images, map_in_threads(read_one, masks, "reading masks"), strict=True):
         boxes = []
         for place, box in enumerate(image.boxes, start=1):
             boxes.append(box._replace(segmentation=numbers.of_object(place), mask_fault=numbers.fault))

@@ -40,7 +40,8 @@ class ObjectNumbers:
 def masks_of_objects(file: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> list[ObjectNumbers]:
     """Read a picture of numbers: with a palette, grey, or in the colours of VOC's palette, as CVAT writes it.
 
-    Returns a list of one, as `toolkit.data.check_files.parallel` expects it. max_pixels: a larger one is not read.
+    Returns a list of one, as `toolkit.data.check_files.map_in_threads` expects it. max_pixels: a larger picture is not
+    read.
     """
     if not file.is_file():
         return [ObjectNumbers(None, f"there is no {MASK_FOLDER}/{file.name}")]

@@ -13,7 +13,7 @@ import yaml
 from toolkit.base.errors import BadInput
 from toolkit.base.files import YamlLoader, parse_yaml
 from toolkit.data.annotations import Reading
-from toolkit.data.check_files import parallel
+from toolkit.data.check_files import map_in_threads
 from toolkit.data.formats import darknet
 from toolkit.data.formats.annotated import Listing, ParsedBox, ParsedImage, open_annotated, rows_of
 from toolkit.data.formats.yolo_pairs import (
@@ -94,7 +94,7 @@ def read(found: YoloSplits, split: str, reading: Reading) -> DetectionTable:
     """Read one split by `toolkit.data.formats.annotated.open_annotated`.
 
     The path of the text file of an image is that of the image with `labels` in place of `images`, or the text file is
-    beside the image. If a folder has labels alone, the images are those of `reading.image_dir` with the same names. An
+    next to the image. If a folder has only labels, the images are those of `reading.image_dir` with the same names. An
     image without a text file has no objects. `Rows` decides what the numbers in a line mean. Classes keep their numbers
     from 0. With `reading.masks`, a polygon is the mask of its object.
     """
@@ -264,7 +264,7 @@ def _has_labels(layout: Layout, folder: Path) -> bool:
 
 
 def _is_label_folder(layout: Layout, folder: Path) -> bool:
-    """Return whether one of the first text files has lines of a class and numbers; a `README.txt` may lie beside them.
+    """Return whether one of the first text files has lines of a class and numbers; a `README.txt` may lie next to them.
     """
     files = (path for path in layout.files(folder, ".txt") if path.name not in CLASS_FILES)
     with_text = (path for path in files if path.stat().st_size)
@@ -327,7 +327,7 @@ def _read_labels(labels: Sequence[Path | None]) -> dict[Path, list[str]]:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
         return [(path, text.splitlines())]
 
-    return dict(parallel(load, list(filter(None, labels)), "reading labels"))
+    return dict(map_in_threads(load, list(filter(None, labels)), "reading labels"))
 
 
 def _parse_labels(

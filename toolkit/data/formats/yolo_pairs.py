@@ -129,7 +129,7 @@ def _listed_images(layout: Layout, file: Path, split: str) -> tuple[list[Path], 
 
 
 def find_listed_image(layout: Layout, line: str, file: Path) -> Path:
-    """Find an image of a list: its path as it stands, relative to the list or to the folder, or by its last parts."""
+    """Find an image of a list: by its path as written, relative to the list or to the folder, or by its last parts."""
     candidates = []
     for tail in (line, *last_parts(line)):
         candidates += [file.parent / tail, layout.folder / tail]

@@ -19,7 +19,7 @@ ROTATED = (
 
 
 class Rows:
-    """Meaning of the numbers behind the class of a line, decided by all lines of a split.
+    """The meaning of the numbers after the class of a line, decided by all lines of a split.
 
     The meaning depends on how many numbers there are. 4: a box. 5: a box and its confidence or track, as in
     predictions. 6: a box, its confidence and a track; or a triangle, in data that have larger polygons too, or if the

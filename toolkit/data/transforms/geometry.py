@@ -105,7 +105,8 @@ def resize_target(target: Target, old_hw: Size, new_hw: Size) -> Target:
 
 
 def move_target(target: Target, x: int, y: int, size_hw: Size) -> Target:
-    """Return the target with boxes and masks moved by (x, y) pixels, in an image of `size_hw`."""
+    """Return the target with boxes and masks moved by (x, y) pixels, and with the size `size_hw`; nothing is
+    clipped."""
     shift = torch.tensor([x, y, x, y], dtype=torch.float32)
     moved = {**target, "boxes": target["boxes"] + shift, "size": torch.tensor(size_hw)}
     if "masks" in target:

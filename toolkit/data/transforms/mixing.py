@@ -44,7 +44,7 @@ def mixup(first: Sample, second: Sample, lam: float) -> Sample:
 
     Args:
         first, second: uint8 images (3, H, W) of any size and their targets, before other transforms.
-        lam: clipped to [0, 1]. At 1 the first sample is returned alone, in its own size.
+        lam: clipped to [0, 1]. At 1 only the first sample is returned, in its own size.
 
     Returns a uint8 image (float32 sum, truncated) and a target with the boxes of both, and `mixup` (N,) float32: the
     share of the image that each box comes from, also where it is 0. image_id is the first's.

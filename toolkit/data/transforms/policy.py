@@ -34,7 +34,7 @@ NUM_TRIALS = 8  # images that a transform is tried on
 class Policy:
     """`(image, target, generator) -> (image, target)` by a list of v2 transforms.
 
-    Their random numbers follow from the generator alone; torch's own state stays as it is. Boxes are clipped to the
+    Their random numbers follow only from the generator; torch's own state stays as it is. Boxes are clipped to the
     image, and those that become empty are removed; areas shrink with the clipped boxes; labels, crowd flags, attributes
     and relations follow their boxes. Masks are drawn before the transforms, which move their pixels: a polygon has no
     place for what a transform cuts off and a later one, such as a rotation, would bring back.

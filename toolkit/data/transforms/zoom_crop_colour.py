@@ -69,7 +69,7 @@ class SeenRegion:
         _, _, height, width = region
         shrink = max(1.0, (height * width / MAX_CANVAS_PIXELS) ** 0.5)
         size_hw = (max(1, int(height / shrink)), max(1, int(width / shrink)))
-        return view(image, seen, region, size_hw)
+        return render_region(image, seen, region, size_hw)
 
 
 def draw_seen(
@@ -95,7 +95,7 @@ def draw_seen(
 
 
 def draw_zoom_out(size_hw: Size, max_side: float, generator: torch.Generator) -> Region:
-    """Draw a canvas of the image's shape around the image, or, as likely, the image alone (`RandomZoomOut`).
+    """Draw a canvas of the image's shape around the image, or, as likely, only the image (`RandomZoomOut`).
 
     max_side: sides of the largest canvas, in sides of the image. Returns the canvas as a region in pixels of the image.
     """
@@ -168,7 +168,7 @@ def keep_seen(target: Target, region: Region) -> Target:
     return keep_boxes(target, inside | is_crowd)
 
 
-def view(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
+def render_region(image: Tensor, target: Target, region: Region, size_hw: Size) -> Sample:
     """Render a region of an image as a new image of `size_hw`, and clip the boxes to it.
 
     Where the region extends beyond the image, the new image has the colour `SSD_FILL_RGB`. The old image begins and

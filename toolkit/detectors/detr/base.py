@@ -129,6 +129,7 @@ class TransformersDetector(Detector):
         return outputs["logits"][-1], outputs["boxes"][-1]
 
     def class_scores(self, logits: Tensor) -> Tensor:
+        """Return the class scores (..., C) in [0, 1] of class logits (..., C)."""
         return logits.sigmoid()
 
     def resolved_options(self) -> dict:

@@ -75,8 +75,8 @@ def from_entries(config: PreTrainedConfig, entries: Mapping[str, Sequence[str]])
 def detector_config(
     config_class: type[PreTrainedConfig], class_names: Sequence[str], source_config: Mapping | None, **entries
 ) -> PreTrainedConfig:
-    """Build a transformers config from the defaults of `config_class`, overridden by the source config, overridden by
-    `entries`. The classes are `class_names`, and transformers' own auxiliary losses are turned off.
+    """Build a transformers config from the defaults of `config_class`, the source config and `entries`; the later wins.
+    The classes are `class_names`, and transformers' own auxiliary losses are turned off.
 
     Raises:
         BadInput: the source config is of another architecture.
@@ -129,7 +129,7 @@ def backbone_entry(options: BackboneOptions, source_config: Mapping | None, stri
     timm backbones get frozen batch norms, made by timm; see `toolkit.models.backbones`.
 
     Args:
-        strides: strides in pixels of the feature maps that the detector uses; None: the last map alone.
+        strides: strides in pixels of the feature maps that the detector uses; None: only the last map.
 
     Raises:
         BadInput: the backbone is unknown or does not have the strides, or `dilation` is set for a backbone of

@@ -90,7 +90,7 @@ def box_heads(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def silu_in_(heads: Sequence[nn.Module]) -> None:
-    """Replace ReLU by SiLU in heads of a D-FINE or DEIMv2 of transformers, in place."""
+    """Replace ReLU by SiLU, in place, in these heads of a D-FINE or DEIMv2 of transformers."""
     for head in heads:
         if isinstance(head, DFineMLPPredictionHead):  # whose ReLU is a function
             head.__class__ = _SiluHead

@@ -259,7 +259,7 @@ class DetrCriterion(nn.Module):
         self.register_buffer("class_weights", class_weights, persistent=False)
 
     def denominators(self, targets: Sequence[Mapping[str, Tensor]], num_queries: int) -> dict[str, float]:
-        """Return what this batch adds to the denominators, from targets on the CPU alone.
+        """Return what this batch adds to the denominators, computed only from targets on the CPU.
 
         `boxes`: number of objects, including those beyond the number of queries, as in the original. `class_weights`:
         sum of the class weights over all queries, by which `F.cross_entropy(weight=...)` divides.

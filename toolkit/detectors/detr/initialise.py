@@ -31,7 +31,8 @@ def initialise_transformer_(transformer: nn.Module, fused: tuple[str, ...] = ATT
 
 
 def initialise_sampling_(model: nn.Module, transformer: nn.Module) -> None:
-    """Start the sampling offsets of deformable attention as a star around the reference point, as in transformers.
+    """Set the sampling offsets of deformable attention, in place, to a star around the reference point, as in
+    transformers.
 
     model: the model of transformers, whose own initialisation is used. transformer: the part of it to initialise.
     """

@@ -39,7 +39,7 @@ class PredictedMasks(NamedTuple):
 
 
 class MaskTerms(nn.Module):
-    """The part of the criterion that masks have.
+    """The losses and matching costs of masks, a part of the criterion.
 
     Args:
         costs: weights of cross-entropy and Dice in the matching cost.

@@ -29,7 +29,8 @@ def anchor_queries_(model: DetrForObjectDetection) -> Tensor:
     cross-attention that starts around the point.
 
     In each attention head, some channels get the highest frequencies of the embeddings of queries and keys, and nothing
-    else; in these channels the encoder's output starts without content. Training can change all of it.
+    else; in these channels the encoder's output starts without content. The last layer of the box head starts at 0.
+    Training can change all of it.
 
     Returns:
         `(Q, 2)` logits of the points, to be added to the logits of the box centres.

@@ -32,7 +32,7 @@ from toolkit.models.backbones import timm_model
 from toolkit.models.detector import MapTap
 from toolkit.models.pasted_masks import masks_over_image
 from toolkit.models.weights.difference import difference
-from toolkit.models.weights.names import count, pairs, renamed, split_attention
+from toolkit.models.weights.names import count_parts, pairs, renamed, split_attention
 
 PUBLISHED_MAPS = [size["backbone_config"]["out_indices"] for size in RF_DETR_SIZES.values()]
 TIMM_DINOV2 = {384: "vit_small_patch14_dinov2", 768: "vit_base_patch14_dinov2"}  # by width
@@ -222,7 +222,7 @@ def load_timm_weights(vit: nn.Module, pretrained: bool | str, side: int) -> None
 
 def _without_layers_from(tensors: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
     """Return the tensors of a DINOv2 by our names, without those of its layers from number `depth` on, from 0."""
-    behind = tuple(f"encoder.layer.{layer}." for layer in range(depth, count(tensors, "encoder.layer")))
+    behind = tuple(f"encoder.layer.{layer}." for layer in range(depth, count_parts(tensors, "encoder.layer")))
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(behind)}
 
 

@@ -20,10 +20,10 @@ from toolkit.detectors.detr.weights_rt_detr import (
 from toolkit.models.weights.names import (
     Description,
     Publisher,
+    class_names_for,
     copied,
-    count,
+    count_parts,
     equal_parts,
-    named,
     pairs,
     positive_number,
     renamed,
@@ -90,7 +90,7 @@ def _prepared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     under each of them, and those of the light encoder get our names, because it shares names with the other one."""
     result = {name.replace("dinov3._model.", "dinov3."): tensor for name, tensor in state.items()}
     result |= {f"decoder.{name}": box_constant(state, name) for name in ("up", "reg_scale")}
-    shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count(state, "decoder.decoder.layers"))]
+    shared = [f"decoder.dec_bbox_head.{i}" for i in range(1, count_parts(state, "decoder.decoder.layers"))]
     result |= copied(result, dict.fromkeys(shared, "decoder.dec_bbox_head.0")) | result
     for name in [name for name in result if ".swish_ffn.w12." in name]:
         stem, leaf = name.split("w12.")
@@ -103,7 +103,8 @@ def _prepared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a file of DINOv3, or of the distilled ViT-Tiny, to the names of transformers' DINOv3."""
+    """Return the tensors of a file of DINOv3, or of the distilled ViT-Tiny, under the names of transformers' DINOv3;
+    joint attention matrices are split, and tensors without a counterpart are left out."""
     state = renamed(_split_vit(state), VIT)
     return {name: tensor for name, tensor in state.items() if not re.search(LEFT_OUT, name)}
 
@@ -132,7 +133,7 @@ def descriptions(
     Raises:
         IncompleteWeights: the file does not have the constants, or no size has its numbers of points.
     """
-    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
+    classes = class_names_for(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     constants = {name: float(box_constant(state, name)) for name in ("up", "reg_scale")}
     check_points(state, [entries["decoder_n_points"] for entries in sizes.values()])
     result = []

@@ -15,8 +15,8 @@ from toolkit.models.weights.names import (
     IncompleteWeights,
     Pairs,
     Publisher,
-    count,
-    named,
+    class_names_for,
+    count_parts,
     pairs,
     required,
     required_count,
@@ -61,7 +61,7 @@ def _sizes(state: Mapping[str, Tensor]) -> dict:
         "backbone": backbone,
         "d_model": first.shape[1],
         "ffn_dim": len(first),
-        "encoder_layers": count(state, "transformer.encoder.layers"),
+        "encoder_layers": count_parts(state, "transformer.encoder.layers"),
         "decoder_layers": required_count(state, "transformer.decoder.layers"),
     }
 
@@ -81,7 +81,7 @@ def _maybe_dc5(
         "num_queries": len(required(state, f"{queries}.weight", 2)),
     }
     notes = ["the file name decides whether it is a DC5 variant: --model.dilation says otherwise"]
-    classes = named(len(required(state, "class_embed.weight", 2)) - no_object)
+    classes = class_names_for(len(required(state, "class_embed.weight", 2)) - no_object)
     return [Description(architecture, options, classes, notes)]
 
 
@@ -163,7 +163,7 @@ def _deformable_detr(state: Mapping[str, Tensor], file: str) -> list[Description
     else:
         options["num_queries"] = len(required(state, "query_embed.weight", 2))
         options["box_refine"] = "iterative" if "transformer.decoder.bbox_embed.0.layers.0.weight" in state else "none"
-    classes = named(len(required(state, "class_embed.0.weight", 2)))
+    classes = class_names_for(len(required(state, "class_embed.0.weight", 2)))
     return [Description("deformable_detr", options, classes)]
 
 

@@ -52,7 +52,8 @@ def _prepared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ecvit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a file of an ECViT to the names of our backbone."""
+    """Return the tensors of a file of an ECViT under the names of our backbone; joint attention matrices are split, and
+    the constant `rope_embed.periods` is left out."""
     ours = renamed(split_attention(state, ".qkv."), VIT)
     return {name: tensor for name, tensor in ours.items() if name != "rope_embed.periods"}
 

@@ -1,5 +1,5 @@
 """Weights of Atten4Vis/LW-DETR, which become an `lw_detr`: `LWDETR_tiny_60e_coco.pth` to `LWDETR_xlarge_60e_coco.pth`,
-those of `30e_objects365`, and the files of its vision transformer alone, such as `caev2_tiny_300e_objects365.pth`."""
+those of `30e_objects365`, and the files of only its vision transformer, such as `caev2_tiny_300e_objects365.pth`."""
 
 import copy
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from toolkit.detectors.detr.weights_rf_detr import (
 from toolkit.models.weights.names import (
     Description,
     Publisher,
-    named,
+    class_names_for,
     pairs,
     renamed,
     required,
@@ -40,13 +40,14 @@ SAMPLING = (f"{PROJECTOR}.stages_sampling.*.*.*", f"{OUR_PROJECTOR}.*.sampling_l
 
 
 def vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a file of the vision transformer to the names of our backbone."""
+    """Return the tensors of a file of the vision transformer under the names of our backbone; joint attention matrices
+    are split."""
     without_prefix = {name.removeprefix("encoder."): tensor for name, tensor in state.items()}
     return renamed(split_attention(without_prefix, ".qkv."), VIT_NAMES)
 
 
 def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
-    classes = named(len(required(state, "class_embed.bias", 1)))
+    classes = class_names_for(len(required(state, "class_embed.bias", 1)))
     queries = query_entries(state)
     resized = dict.fromkeys(("height", "width"), 640)
     result = []

@@ -12,7 +12,7 @@ from toolkit.models.weights.names import (
     IncompleteWeights,
     Pairs,
     Publisher,
-    named,
+    class_names_for,
     pairs,
     required,
     required_count,
@@ -98,7 +98,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
         config["intermediate_size"] = len(required(state, "segmentation_head.query_features_block.layers.0.weight", 2))
         options["masks"] = True
     resized = dict.fromkeys(("height", "width"), 560 if first else side)
-    classes = named(len(required(state, "class_embed.bias", 1)))
+    classes = class_names_for(len(required(state, "class_embed.bias", 1)))
     return [Description("rf_detr", options, classes, notes, resized, needless=layers_behind)]
 
 

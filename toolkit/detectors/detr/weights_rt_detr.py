@@ -19,8 +19,8 @@ from toolkit.models.weights.names import (
     IncompleteWeights,
     Pairs,
     Publisher,
-    count,
-    named,
+    class_names_for,
+    count_parts,
     pairs,
     positive_number,
     required,
@@ -97,7 +97,7 @@ def _family_entries(state: Mapping[str, Tensor]) -> dict:
         "decoder_ffn_dim": len(decoder),
         "encode_proj_layers": [levels - 1],
         "num_feature_levels": levels,
-        "encoder_layers": count(state, "encoder.encoder.0.layers"),
+        "encoder_layers": count_parts(state, "encoder.encoder.0.layers"),
         "decoder_layers": required_count(state, "decoder.decoder.layers"),
         "feat_strides": [8, 16, 32][-levels:],
         "decoder_n_levels": levels,
@@ -140,7 +140,7 @@ def _rt_detr(state: Mapping[str, Tensor], file: str) -> list[Description]:
     if "dsp" in file.lower():
         config["decoder_method"] = "discrete"
         notes.append("by the name of the file it samples at whole pixels (`dsp`)")
-    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
+    classes = class_names_for(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     return [Description("rt_detr_v2", {"source_config": config}, classes, notes)]
 
 
@@ -152,7 +152,7 @@ def _resnet_entries(state: Mapping[str, Tensor]) -> dict:
     return {
         "model_type": "rt_detr_resnet",
         "layer_type": "bottleneck" if last == "c" else "basic",
-        "depths": [count(state, f"{prefix}.{i}.blocks") for i in stages],
+        "depths": [count_parts(state, f"{prefix}.{i}.blocks") for i in stages],
         "hidden_sizes": [len(required(state, f"{prefix}.{i}.blocks.0.branch2{last}.conv.weight", 4)) for i in stages],
         "out_indices": [2, 3, 4],
     }
@@ -185,7 +185,7 @@ RT_DETR = Publisher(
 def _d_fine(state: Mapping[str, Tensor], file: str) -> list[Description]:
     entries = _family_entries(state)
     levels = entries["num_feature_levels"]
-    bottlenecks = count(state, "encoder.fpn_blocks.0.cv2.0.bottlenecks")
+    bottlenecks = count_parts(state, "encoder.fpn_blocks.0.cv2.0.bottlenecks")
     depth_mult = 0.5
     if levels == 3:
         depth_mult = {1: 0.34, 2: 0.67, 3: 1.0}.get(bottlenecks, bottlenecks / 3)
@@ -207,7 +207,7 @@ def _d_fine(state: Mapping[str, Tensor], file: str) -> list[Description]:
     elif "deim" in file.lower():
         config |= SILU
         notes.append("by the name of the file its decoder has SiLU (DEIM), where D-FINE has ReLU")
-    classes = named(len(required(state, "decoder.dec_score_head.0.weight", 2)))
+    classes = class_names_for(len(required(state, "decoder.dec_score_head.0.weight", 2)))
     return [Description("d_fine", {"source_config": config}, classes, notes)]
 
 
@@ -223,7 +223,7 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
         entering.append(required(state, f"{first}.conv1.conv.weight" if is_light else f"{first}.conv.weight", 4))
         leaving.append(required(state, f"{first}.conv2.conv.weight" if is_light else f"{first}.conv.weight", 4))
     widths = [len(required(state, f"{stage}.blocks.0.aggregation.1.conv.weight", 4)) for stage in stages]
-    blocks = [count(state, f"{stage}.blocks") for stage in stages]
+    blocks = [count_parts(state, f"{stage}.blocks") for stage in stages]
     stem = required(state, "backbone.stem.stem1.conv.weight", 4)
     return {
         "model_type": "hgnet_v2",
@@ -232,7 +232,7 @@ def _hgnet_entries(state: Mapping[str, Tensor], levels: int) -> dict:
         "stage_mid_channels": [len(weight) for weight in entering],
         **dict.fromkeys(("stage_out_channels", "hidden_sizes"), widths),
         **dict.fromkeys(("stage_num_blocks", "depths"), blocks),
-        "stage_numb_of_layers": [count(state, f"{stage}.blocks.0.layers") for stage in stages],
+        "stage_numb_of_layers": [count_parts(state, f"{stage}.blocks.0.layers") for stage in stages],
         "stage_downsample": [f"{stage}.downsample.conv.weight" in state for stage in stages],
         "stage_light_block": light,
         "stage_kernel_size": [weight.shape[-1] for weight in leaving],

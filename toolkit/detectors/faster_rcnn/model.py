@@ -296,7 +296,8 @@ class FasterRCNN(Detector):
         return {f"mask_{name}": part for name, part in parts.items()}
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return the number of images, and with masks the number of `images_with_objects`, crowd regions apart.
+        """Return the number of images, and with masks the number of `images_with_objects`, in which crowd regions do
+        not count.
 
         Losses are means over the samples of an image, averaged over images, so the number of samples on other ranks is
         not needed. Only images with objects have samples for masks.

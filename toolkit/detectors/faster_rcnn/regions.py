@@ -116,6 +116,7 @@ class LevelPool(MultiScaleRoIAlign):
 
     @classmethod
     def of(cls, pool: MultiScaleRoIAlign) -> "LevelPool":
+        """Build the pool with the settings of torchvision's `pool`; `scales` and `map_levels` are not set yet."""
         scale = pool.canonical_scale
         level = pool.canonical_level
         return cls(

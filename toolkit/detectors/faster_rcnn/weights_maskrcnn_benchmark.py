@@ -17,7 +17,7 @@ from toolkit.models.weights.names import (
     Description,
     IncompleteWeights,
     Publisher,
-    named,
+    class_names_for,
     pairs,
     required,
     resnet_name,
@@ -67,7 +67,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
         f"the first stage's stride is in {kernel} convolutions, as published for this backbone: "
         "--model.stride_in_1x1 says otherwise"
     )
-    class_names = named(len(required(state, CLASSIFIER, 2)) - 1)  # row 0 is the background
+    class_names = class_names_for(len(required(state, CLASSIFIER, 2)) - 1)  # row 0 is the background
     return [Description("faster_rcnn", options, class_names, [note])]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from toolkit.models.weights.names import Description, Publisher, named, pairs, required
+from toolkit.models.weights.names import Description, Publisher, class_names_for, pairs, required
 
 CLASSIFIER = "roi_heads.box_predictor.cls_score.weight"  # a row for each class, and one for the background
 BODY = "backbone.body.layer4.2.conv3.weight"
@@ -46,7 +46,7 @@ def _masks(state: Mapping[str, Tensor]) -> dict:
 
 
 def _classes(state: Mapping[str, Tensor]) -> list[str]:
-    return named(len(required(state, CLASSIFIER, 2)) - 1)
+    return class_names_for(len(required(state, CLASSIFIER, 2)) - 1)
 
 
 FASTER_RCNN = Publisher(

@@ -143,12 +143,15 @@ class DetectorBelow(nn.Module):
         return _with_missed(detections, further_boxes, boxes, maps.scores, top_k)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
+        """Return the detector's own denominators, see `Detector.denominators`."""
         return self.inner.denominators(targets)
 
     def criterion(self, outputs: Mapping, targets: Sequence[Mapping], denominators: Mapping) -> tuple[dict, dict]:
+        """Return the detector's own losses and metrics, see `Detector.criterion`."""
         return self.inner.criterion(outputs, targets, denominators)
 
     def resolved_options(self) -> dict:
+        """Return the detector's settings with the values in use."""
         return self.inner.resolved_options()
 
 

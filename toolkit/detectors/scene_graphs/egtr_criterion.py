@@ -1,5 +1,5 @@
 """The losses of EGTR's relation head (Im et al., CVPR 2024, section 3.3), as sums over entries whose number is known
-from the targets alone.
+from only the targets.
 
 Values are those of naver-ai/egtr `model/egtr.py` (`SceneGraphGenerationLoss`) and its matcher. Queries have the objects
 that the matching of the last decoder layer assigns to them. The target of an annotated relation is the product of the

@@ -20,6 +20,10 @@ from toolkit.evaluation.predictions import check_image_ids
 
 RECALL_AT = (20, 50, 100)
 FURTHER_METRICS = ("R@relative", "mR@relative", "wmAP_rel", "wmAP_phr", "micro_R@50", "score_wtd")
+LEGEND = (
+    "@K: of the K best of an image; R recall, mR its mean over predicates, F1 both; ng: several predicates a pair;\n"
+    "z: triplets not in the training data; A: annotated pairs only (docs/detectors/scene_graphs.md)"
+)
 
 
 class SceneGraphEvaluator:
@@ -157,7 +161,7 @@ class SceneGraphEvaluator:
         for name, count in zip(self.predicate_keys, counts, strict=True):
             recall = scores.get(f"mR@{RECALL_AT[-1]}/{name}")
             recalls.append((shown(name, 40), str(count), metric_text(recall)))
-        lines = [align(rows), "", align(recalls)]
+        lines = [align(rows), LEGEND, "", align(recalls)]
         lines.append(", ".join(f"{name} {metric_text(scores[name])}" for name in FURTHER_METRICS if name in scores))
         if "attribute_R_precision" in scores:
             lines.append(f"attributes: R-precision {metric_text(scores['attribute_R_precision'])}")
@@ -194,7 +198,7 @@ def predicate_groups(trained_relations: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def grouped_recall(metrics: SceneGraphMetrics, groups: Mapping, protocol: str) -> dict[str, float | None]:
-    """Return `mR_head@20`, ...: mR@K over the predicates of each group of `predicate_groups` alone. In the strict
+    """Return `mR_head@20`, ...: mR@K over only the predicates of each group of `predicate_groups`. In the strict
     protocol, a group of which no predicate is annotated gets None."""
     row = {}
     for name, labels in groups.items():

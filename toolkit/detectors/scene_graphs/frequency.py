@@ -1,5 +1,5 @@
 """Frequency of predicates between two classes in the training split, the bias made from it, and the baseline that
-predicts from the frequencies alone (Zellers et al., Neural Motifs, 2018)."""
+predicts only from the frequencies (Zellers et al., Neural Motifs, 2018)."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -160,8 +160,8 @@ class FrequencyBias(nn.Module):
 
 
 class FrequencyHead(nn.Module):
-    """The baseline, which predicts predicates from the training counts alone and has no trained parameters. In sgcls
-    and sgdet it uses the labels that the detector predicts."""
+    """The baseline, which predicts predicates only from the training counts and has no trained parameters. In sgcls and
+    sgdet it uses the labels that the detector predicts."""
 
     loss_names = ()
     reads_union = False

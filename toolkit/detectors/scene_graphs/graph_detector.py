@@ -165,7 +165,7 @@ def build_below(options: GraphOptions, default: Mapping, class_names: Sequence[s
     if options.backbone is not None:
         chosen["backbone"] = options.backbone
     if chosen.get("masks"):
-        raise BadInput("masks: a scene graph has no use for masks; set it to false")
+        raise BadInput("masks: scene graphs do not use masks; set it to false")
     return build_detector(**chosen, class_names=class_names)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of scene graphs, with arrows between boxes and the annotated graph beside the predicted one, and the graphs
+"""Pictures of scene graphs, with arrows between boxes and the annotated graph next to the predicted one, and the graphs
 as JSON."""
 
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.base.boxes import common_and_union
 from toolkit.detectors.scene_graphs.formats import MAX_RELATIONS, relations_as_json
-from toolkit.detectors.scene_graphs.true_graphs import true_graph
+from toolkit.detectors.scene_graphs.true_graphs import given_graph, true_graph
 from toolkit.evaluation.draw import (
     BACKGROUND_COLOUR,
     CLASS_COLOURS,
@@ -33,9 +33,11 @@ from toolkit.evaluation.draw import (
 )
 from toolkit.evaluation.predictions import best_first, detections_as_json
 
-LINE_HEIGHT_PX = 18  # of a line of text below a picture
 CORRECT_COLOUR, WRONG_COLOUR = "#117733", "#D55E00"
-MAX_ARROWS = 12  # of an annotated and a predicted graph beside each other
+MAX_ARROWS = 8  # of an annotated and a predicted graph beside each other
+PANEL_LETTERS_PX = 14  # height of the letters in these graphs
+WORDS_AT = 0.36  # of the length of an arrow, from its start
+WORDS_ASIDE = 2.5  # distance of the words from the arrow, in units of that of two arrows between the same objects
 CIRCLE_RADIUS_SHARE = 0.36  # of the circle of nodes, as a share of the panel's side
 
 
@@ -56,13 +58,13 @@ def write_graphs(table, predictions: Mapping, path: Path, count: int) -> Path:
 
 
 def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
-    """Draw one PNG with `count` images of a table, always the same ones, with the annotated graph on the left and the
-    predicted one on the right.
+    """Draw one PNG with `count` images of a table, always the same ones, each beside its annotated and its predicted
+    graph.
 
-    As many triplets are drawn as there are annotated relations (at least 5, at most 12); the best are drawn, correct
-    ones in green. A text below each picture lists these triplets, and their total number if not all are drawn. A
-    triplet is correct if its classes and predicate are those of an annotated relation and both boxes overlap the
-    annotated boxes with an IoU of at least 0.5.
+    As many triplets are drawn as there are annotated relations (at least 5, at most 8); the best are drawn, correct
+    ones in green. A text below each graph says how many there are if not all are drawn. A triplet is correct if its
+    classes and predicate are those of an annotated relation and both boxes overlap the annotated boxes with an IoU of
+    at least 0.5.
 
     Args:
         predictions: by image id, as `SceneGraphEvaluator.evaluate` takes them, with `predicates` and `triplet_scores`.
@@ -70,10 +72,13 @@ def draw_graphs(table, predictions: Mapping, count: int, path: Path) -> Path:
     Returns:
         `path`.
     """
-    tiles = []
+    panels = []
+    columns = 1
     for row in map(table.row, choose_images(table, count)):
-        tiles.append(graph_tile(table, row, predictions[row["image_id"]]))
-    return save_picture(montage(tiles, 1, gap=0), path)
+        of_image = graph_panels(table, row, predictions[row["image_id"]])
+        panels += of_image.values()
+        columns = len(of_image)
+    return save_picture(montage(panels, columns), path)
 
 
 def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray, truth: Mapping) -> np.ndarray:
@@ -95,93 +100,78 @@ def correct_triplets(triplets: np.ndarray, boxes: np.ndarray, labels: np.ndarray
     return (subjects_match & objects_match & predicates_match).any(1)
 
 
-def graph_tile(table, row: Mapping, prediction: Mapping) -> Image.Image:
-    """Draw the annotated graph of a table row on the left and the predicted one on the right; see `draw_graphs`."""
-    truth = true_graph(row)
+def graph_panels(table, row: Mapping, prediction: Mapping) -> dict[str, Image.Image]:
+    """Draw the annotated and the predicted graph of a table row, see `draw_graphs`; return the pictures by what they
+    show.
+
+    The boxes are numbered, as in the graphs. Boxes that the model was given are in one picture; boxes that it found are
+    in a picture of their own, without those of no relation that is drawn, which would only cover the image.
+    """
+    given = given_graph(prediction)
+    truth = given or true_graph(row)
     picture = fitted(picture_of(table.decode_image(row)), PANEL_SIDE_PX)
     scale = PANEL_SIDE_PX / max(row["width"], row["height"])
-    names = list(map(drawable, table.class_names))
     predicates = list(map(drawable, table.predicates))
-    annotated = truth["relations"][:MAX_ARROWS]
-    left = _panel(
-        picture,
-        truth["boxes"] * scale,
-        truth["labels"],
-        annotated,
-        [TEXT_COLOUR] * len(annotated),
-        names,
-        predicates,
-        count=len(truth["relations"]),
-    )
+    annotated = []
+    for subject, object_, predicate in truth["relations"][:MAX_ARROWS].tolist():
+        annotated.append((subject, object_, predicates[predicate], TEXT_COLOUR))
     boxes = np.asarray(prediction["boxes"])
     labels = np.asarray(prediction["labels"])
     shown = min(max(5, len(truth["relations"])), MAX_ARROWS)
     triplets = np.column_stack([np.asarray(prediction["pairs"]), np.asarray(prediction["predicates"])])[:shown]
-    colours = []
-    for is_right in correct_triplets(triplets, boxes, labels, truth):
-        colours.append(CORRECT_COLOUR if is_right else WRONG_COLOUR)
-    right = _panel(
-        picture,
-        boxes * scale,
-        labels,
-        triplets,
-        colours,
-        names,
-        predicates,
-        count=len(prediction["pairs"]),
-        scores=[f"{score:.2f}" for score in np.asarray(prediction["triplet_scores"])[:shown]],
-    )
-    return montage([left, right], 2)
+    is_right = correct_triplets(triplets, boxes, labels, truth)
+    scores = np.asarray(prediction["triplet_scores"])[:shown].tolist()
+    predicted = []
+    for triplet, right, score in zip(triplets.tolist(), is_right, scores, strict=True):
+        subject, object_, predicate = triplet
+        colour = CORRECT_COLOUR if right else WRONG_COLOUR
+        predicted.append((subject, object_, f"{predicates[predicate]} {score:.2f}", colour))
+
+    true_names = _numbered(truth["labels"], table.class_names)
+    found_names = _numbered(labels, table.class_names)
+    of_truth = truth["boxes"] * scale
+    of_prediction = boxes * scale
+    words = f"annotated, {len(annotated)} of {len(truth['relations'])} relations"
+    annotated_graph = _graph_of(true_names, annotated, of_truth, words)
+    words = f"predicted, {len(predicted)} of {len(prediction['pairs'])} relations"
+    predicted_graph = _graph_of(found_names, predicted, of_prediction, words)
+    if given:
+        return {
+            "boxes": _with_boxes(picture, of_truth, true_names),
+            "annotated graph": annotated_graph,
+            "predicted graph": predicted_graph,
+        }
+    return {
+        "annotated boxes": _with_boxes(picture, of_truth, true_names),
+        "annotated graph": annotated_graph,
+        "predicted boxes": _with_boxes(picture, of_prediction, {i: found_names[i] for i in _ends(predicted)}),
+        "predicted graph": predicted_graph,
+    }
 
 
-def _panel(
-    picture: Image.Image,
-    boxes: np.ndarray,
-    labels: np.ndarray,
-    triplets: np.ndarray,
-    colours: Sequence[str],
-    names: Sequence[str],
-    predicates: Sequence[str],
-    count: int,
-    scores: Sequence[str] | None = None,
-) -> Image.Image:
-    """Draw the picture with an arrow per triplet and the boxes, and list the triplets as text below.
-
-    count: number of triplets, drawn or not. scores: of the triplets, if these are predicted: then boxes without a
-    triplet are left out, as they would only cover the picture.
-    """
-    named = []
+def _numbered(labels: np.ndarray, class_names: Sequence[str]) -> dict[int, str]:
+    """Return the number and class of each object, such as "3 square", by the number."""
+    names = {}
     for i, label in enumerate(labels.tolist()):
-        named.append(f"{i} {names[label] if label >= 0 else 'no class'}")
-    used = np.unique(triplets[:, :2]).tolist() if scores is not None else range(len(boxes))
-    left_out = count > len(triplets)
-    height = picture.height + LINE_HEIGHT_PX * (len(triplets) + left_out) + 4
-    panel = Image.new("RGB", (PANEL_SIDE_PX, height), BACKGROUND_COLOUR)
-    picture = picture.copy()
-    centres = ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist()
-    for (subject, object_, _), colour in zip(triplets.tolist(), colours, strict=True):
-        draw_arrow(ImageDraw.Draw(picture), centres[subject], centres[object_], colour, 16)
-    marks = [Mark(boxes[i], CLASS_COLOURS[i % len(CLASS_COLOURS)], named[i]) for i in used]
-    draw_marks(picture, marks)
-    panel.paste(picture, (0, 0))
-    draw = ImageDraw.Draw(panel)
-    for line, (subject, object_, predicate) in enumerate(triplets.tolist()):
-        words = f"{named[subject]}  {predicates[predicate]}  {named[object_]}  {scores[line] if scores else ''}"
-        draw.text(
-            (4, picture.height + 2 + line * LINE_HEIGHT_PX),
-            words,
-            fill=colours[line],
-            font=text_font(13),
-        )
-    if left_out:
-        words = f"{len(triplets)} of {count} relations are drawn"
-        draw.text(
-            (4, picture.height + 2 + len(triplets) * LINE_HEIGHT_PX),
-            words,
-            fill=TEXT_COLOUR,
-            font=text_font(13),
-        )
-    return panel
+        names[i] = f"{i} {drawable(class_names[label], 16) if label >= 0 else 'no class'}"
+    return names
+
+
+def _ends(arrows: Sequence[tuple]) -> list[int]:
+    """Return the numbers of the subjects and objects of relations."""
+    return sorted({end for subject, object_, *_ in arrows for end in (subject, object_)})
+
+
+def _with_boxes(picture: Image.Image, boxes: np.ndarray, names: Mapping[int, str]) -> Image.Image:
+    """Return a copy of the picture with the boxes that have a name."""
+    copy = picture.copy()
+    draw_marks(copy, [Mark(boxes[i], CLASS_COLOURS[i % len(CLASS_COLOURS)], name) for i, name in names.items()])
+    return copy
+
+
+def _graph_of(names: Mapping[int, str], arrows: Sequence[tuple], boxes: np.ndarray, words: str) -> Image.Image:
+    centres = torch.from_numpy((boxes[:, :2] + boxes[:, 2:]) / 2)
+    return _draw_graph({i: names[i] for i in _ends(arrows)}, arrows, centres, PANEL_SIDE_PX, words, PANEL_LETTERS_PX)
 
 
 def draw_found(
@@ -218,23 +208,16 @@ def draw_found(
     centres = (graph["boxes"][:, :2] + graph["boxes"][:, 2:]) / 2 * scale
     draw = ImageDraw.Draw(picture)
     size = max(12, round(max(picture.size) / 60))
-    for subject, object_, words, colour in arrows:
-        draw_arrow(
-            draw,
-            centres[subject].tolist(),
-            centres[object_].tolist(),
-            colour,
-            size,
-            words,
-        )
+    draw_arrows(draw, arrows, centres, size)
     scored = []
     for (subject, object_, words, colour), score in zip(arrows, scores, strict=True):
         scored.append((subject, object_, f"{words} {score:.2f}", colour))
     nodes = {}
-    for i in sorted({end for pair in pairs for end in pair}):
+    for i in _ends(arrows):
         nodes[i] = f"{i} {drawable(class_names[labels[i]])}"
     left_out = left_out_in_words(len(kept), count, relations, relation_score)
-    beside = _draw_graph(nodes, scored, centres, picture.height, left_out)
+    letters = max(12, round(picture.height / 45))
+    beside = _draw_graph(nodes, scored, centres, picture.height, left_out, letters)
     return save_picture(montage([picture, beside], 2, gap=0), path)
 
 
@@ -251,15 +234,15 @@ def left_out_in_words(drawn: int, count: int, most: int, least_score: float) -> 
 
 
 def _draw_graph(
-    nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, left_out: str
+    nodes: Mapping[int, str], arrows: Sequence[tuple], centres: Tensor, side: int, words_below: str, size: int
 ) -> Image.Image:
     """Draw the relations as a graph, `side` pixels high: objects on a circle, in the order of their angle around the
-    middle of the image, so that neighbours in the image are neighbours in the graph; `left_out` is written below."""
+    middle of the image, so that neighbours in the image are neighbours in the graph. size: of the letters in pixels.
+    """
     panel = Image.new("RGB", (side, side), BACKGROUND_COLOUR)
     draw = ImageDraw.Draw(panel)
-    size = max(12, round(side / 45))
     words_at = (side / 2, side - size if nodes else side / 2)
-    draw.text(words_at, left_out, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")
+    draw.text(words_at, words_below, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")
     if not nodes:
         return panel
     middle = centres[list(nodes)].mean(0)
@@ -275,16 +258,7 @@ def _draw_graph(
         x = side / 2 + radius * math.cos(angle)
         y = side / 2 + radius * math.sin(angle)
         positions[number] = (x, y)
-    for subject, object_, words, colour in arrows:
-        draw_arrow(
-            draw,
-            positions[subject],
-            positions[object_],
-            colour,
-            size,
-            words,
-            gap=1.6 * size,
-        )
+    draw_arrows(draw, arrows, positions, size, gap=1.6 * size)
     for number, position in positions.items():
         left, top, right, bottom = draw.textbbox(
             position,
@@ -309,17 +283,38 @@ def _draw_graph(
     return panel
 
 
+def draw_arrows(
+    draw: ImageDraw.ImageDraw,
+    arrows: Sequence[tuple],
+    positions: Mapping[int, Sequence[float]] | Tensor,
+    size: int,
+    gap: float = 0.0,
+) -> None:
+    """Draw arrows, and then their words, which no other arrow crosses.
+
+    arrows: (subject, object, words, colour) of each. positions: x and y of the objects by number. size, gap: see
+    `draw_arrow`.
+    """
+    places = []
+    for subject, object_, _, colour in arrows:
+        start, end = (tuple(map(float, positions[number])) for number in (subject, object_))
+        places.append(draw_arrow(draw, start, end, colour, size, gap))
+    for place, (_, _, words, _) in zip(places, arrows, strict=True):
+        around = draw.textbbox(place, words, font=text_font(size), anchor="mm")
+        draw.rectangle(around, fill="#FFFFFF")
+        draw.text(place, words, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")
+
+
 def draw_arrow(
     draw: ImageDraw.ImageDraw,
     start: Sequence[float],
     end: Sequence[float],
     colour: str,
     size: int,
-    words: str = "",
     gap: float = 0.0,
-) -> None:
-    """Draw an arrow from `start` to a point `gap` pixels before `end`, both x and y in pixels, with the text `words` on
-    it.
+) -> tuple[float, float]:
+    """Draw an arrow from `start` to a point `gap` pixels before `end`, both x and y in pixels. Return the place for
+    words on it, where they do not meet those of an arrow in the opposite direction.
 
     size: size of the letters in pixels; the head of the arrow is scaled with it. The arrow is moved to its right, so
     that an arrow in the opposite direction is visible too.
@@ -339,16 +334,15 @@ def draw_arrow(
     tip_x = end_x + aside_x - gap * x
     tip_y = end_y + aside_y - gap * y
     tip = (tip_x, tip_y)
-    draw.line((*begin, *tip), fill="#000000", width=4)
-    draw.line((*begin, *tip), fill=colour, width=2)
+    draw.line((*begin, *tip), fill="#000000", width=5)
+    draw.line((*begin, *tip), fill=colour, width=3)
     back = 0.8 * size
     half = 0.35 * size
     corners = []
     for sign in (-1, 1):
         corners.append((tip_x - back * x + sign * half * y, tip_y - back * y - sign * half * x))
     draw.polygon([tip, *corners], fill=colour, outline="#000000")
-    if words:
-        middle = [a + 0.36 * (b - a) for a, b in zip(begin, tip, strict=True)]  # off the words of the way back
-        around = draw.textbbox(middle, words, font=text_font(size), anchor="mm")
-        draw.rectangle(around, fill="#FFFFFF")
-        draw.text(middle, words, fill=TEXT_COLOUR, font=text_font(size), anchor="mm")
+    begin_x, begin_y = begin
+    words_x = begin_x + WORDS_AT * (tip_x - begin_x) + WORDS_ASIDE * aside_x
+    words_y = begin_y + WORDS_AT * (tip_y - begin_y) + WORDS_ASIDE * aside_y
+    return words_x, words_y

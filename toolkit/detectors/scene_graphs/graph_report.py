@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from types import ModuleType
 from typing import Any
 
@@ -10,10 +11,21 @@ import numpy as np
 from toolkit.base.boxes import Boxes
 from toolkit.data.decoding import ImageError
 from toolkit.detectors.scene_graphs.evaluator import RECALL_AT
-from toolkit.detectors.scene_graphs.graph_pictures import graph_tile
+from toolkit.detectors.scene_graphs.graph_pictures import graph_panels
 from toolkit.detectors.scene_graphs.metrics import evaluate_scene_graphs
 from toolkit.detectors.scene_graphs.triplet_matches import array_iou_plus_one, best_predicates, boxes_of_objects
 from toolkit.detectors.scene_graphs.true_graphs import given_graph, true_graph
+
+MEANINGS = {  # of metrics, at K relations of an image
+    "R": "recall of relations, one predicate for each pair",
+    "ngR": "R with any number of predicates for a pair (no graph constraint)",
+    "zR": "R of triplets that the training data do not have (zero shot)",
+    "ngzR": "zR with any number of predicates for a pair",
+    "mR": "mean of the recalls of the predicates",
+    "ngmR": "mR with any number of predicates for a pair",
+    "F1": "harmonic mean of R and mR",
+    "A": "R if only annotated pairs are ranked",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class GraphReport:
     images: (I,) share of each image's relations among its 100 best, NaN for images without relations.
     whole: share of the images with relations in which all relations were found ("graph accuracy" over images; the A@K
     of the field is over relations).
+    most_pairs: the largest number of pairs that was predicted in an image.
     """
 
     mode: str
@@ -38,8 +51,18 @@ class GraphReport:
     confusions: np.ndarray
     images: np.ndarray
     whole: float | None
+    most_pairs: int
+
+    @property
+    def boxes_given(self) -> bool:
+        return self.mode in ("predcls", "sgcls")
+
+    @property
+    def classes_given(self) -> bool:
+        return self.mode == "predcls"
 
     def as_json(self, predicates) -> dict:
+        """Return the section as JSON values, for report.json. predicates: names of the P predicates."""
         of_predicates = {}
         for name, count, recall in zip(predicates, self.frequency.tolist(), self.recall, strict=True):
             of_predicates[name] = {
@@ -101,7 +124,8 @@ def judge_graphs(predictions: Boxes | Mapping, table, about: Mapping) -> GraphRe
     recall = np.where(frequency > 0, metrics.per_predicate["mR"][-1], np.nan)
     with_any = images[np.isfinite(images)]
     whole = float((with_any == 1).mean()) if len(with_any) else None
-    return GraphReport(mode, row, frequency, recall, confusions, images, whole)
+    most_pairs = max((len(graph["pairs"]) for graph in graphs), default=0)
+    return GraphReport(mode, row, frequency, recall, confusions, images, whole, most_pairs)
 
 
 def _mode(graphs: list[dict]) -> str:
@@ -157,10 +181,12 @@ def _numbers(g: GraphReport, predicates: Sequence[str], page: ModuleType) -> str
     rows = []
     for name in names:
         values = [g.row.get(f"{name}@{k}") for k in (20, 50, 100, "relative")]
-        rows.append((name, *map(page.number, values)))
-    whole = ""
+        rows.append((name, *map(page.number, values), MEANINGS.get(name, "")))
+    words = "@K: the K best relations of an image count; @relative: as many as it has."
+    if g.most_pairs <= 50:
+        words += f" No image has more than {g.most_pairs} pairs, so that R is the same at 50 and at 100."
     if g.whole is not None:
-        whole = page.paragraph(f"All relations were found in {g.whole:.1%} of the images that have any.")
+        words += f" All relations were found in {g.whole:.1%} of the images that have any."
     recalls = []
     for p in np.argsort(-g.frequency, kind="stable"):
         if g.frequency[p]:
@@ -172,8 +198,8 @@ def _numbers(g: GraphReport, predicates: Sequence[str], page: ModuleType) -> str
     chart = page.BarChart("Recall among the 100 best, most frequent predicates first", bars, most=1)
     confused = _confused(g, predicates)
     return (
-        page.table(["metric", "@20", "@50", "@100", "@relative"], rows)
-        + whole
+        page.table(["metric", "@20", "@50", "@100", "@relative", ""], rows, text=(0, 5))
+        + page.paragraph(words, "dim")
         + page.charts([chart])
         + page.folded("Every predicate", page.table(["predicate", "relations", "recall@100"], recalls))
         + "<h3>Predicates that are taken for others</h3>"
@@ -197,7 +223,7 @@ def _confused(g: GraphReport, predicates: Sequence[str], most: int = 15) -> list
 
 
 def _pictures(judged: Any, maker: Any, count: int = 4) -> str:
-    """Draw the images with the least recall of relations: the annotated graph left, the predicted one right."""
+    """Draw the images with the least recall of relations, each with its annotated and its predicted graph."""
     if not all("predicates" in graph for graph in judged.predictions.values()):
         return ""
     recall = judged.graphs.images
@@ -207,11 +233,13 @@ def _pictures(judged: Any, maker: Any, count: int = 4) -> str:
     for i in worst_first[:count].tolist():
         row = judged.table.row(i)
         try:
-            tile = graph_tile(judged.table, row, judged.predictions[row["image_id"]])
+            panels = graph_panels(judged.table, row, judged.predictions[row["image_id"]])
         except (ImageError, OSError):
             maker.unreadable += 1
             continue
-        caption = f"{judged.table.image_name(i)}: {recall[i]:.0%} of the relations are found"
-        parts.append(maker.figure(tile, caption, maker.link(row)))
-    head = "<h3>Worst images: annotated graph left, predicted one right</h3>"
-    return f"{head}<div class=graphs>{''.join(parts)}</div>" if parts else ""
+        name = judged.table.image_name(i)
+        parts.append(f"<h4>{escape(name)}: {recall[i]:.0%} of the relations are found</h4>")
+        figures = [maker.figure(panel, what, maker.link(row)) for what, panel in panels.items()]
+        parts.append(f"<div class=graphs>{''.join(figures)}</div>")
+    head = "<h3>Worst images</h3><p class=dim>In a predicted graph, arrows of right relations are green.</p>"
+    return head + "".join(parts) if parts else ""

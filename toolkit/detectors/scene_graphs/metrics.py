@@ -89,7 +89,7 @@ def evaluate_scene_graphs(
         top: the values of K.
         protocol: "original", as for published numbers, leaves images without a predicted pair out of every mean, and a
             predicate that is never annotated counts 0 in mR. "strict" counts such images as recall 0, leaves such
-            predicates out, and matches each object with one box alone (`boxes_of_objects`; not in phrdet). Otherwise
+            predicates out, and matches each object with only one box (`boxes_of_objects`; not in phrdet). Otherwise
             several boxes of one object could each bring another predicate of the same pair into R@K (Lorenz et al.,
             ECCV 2024).
 

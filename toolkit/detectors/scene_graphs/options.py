@@ -147,7 +147,7 @@ def without_detector(options: GraphOptions, data_path: str | None) -> str:
     with a trained detector, and if `data_path` is None, as for the bundled data."""
     if options.detector or options.pretrained or not data_path:
         return ""
-    lacks = "begins with a detector of random weights"
+    about = "this run begins with a detector of random weights. To begin with a trained one"
     data = f"--data.path {data_path}"
     first = "faster_rcnn.py --config configs/faster_rcnn/own_data.yaml"
     second = "own_data.yaml --model.mode sgdet"
@@ -155,8 +155,8 @@ def without_detector(options: GraphOptions, data_path: str | None) -> str:
         first = "detr.py --config configs/detr/shapes.yaml"
         second = "shapes_egtr.yaml"
     elif options.mode == "predcls":
-        lacks = "describes boxes that are given and finds none"
+        about = "this run predicts relations between the annotated boxes, and detects no objects. To detect them too"
     first = f"`accelerate launch scripts/train_{first} {data} --run.name detector`"
     second = f"`accelerate launch scripts/train_sgg.py --config configs/sgg/{second} {data}"
     chosen = "--model.detector runs/detector --model.detector_options null"
-    return f"this run {lacks}; to find objects: {first}, then {second} {chosen}`"
+    return f"{about}: first {first}, then {second} {chosen}`"

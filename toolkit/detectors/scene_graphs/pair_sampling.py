@@ -374,10 +374,10 @@ def sample_detected_boxes(
 ) -> SampledPairs:
     """Sample pairs of the n detections of one image with m annotated objects (sgdet).
 
-    A detection stands for an annotated object if it has the same label and an IoU above `fg_iou` (1 is added to widths
-    and heights). Of the pairs of detections that stand for one relation, at most `per_relation` are drawn, with weights
+    A detection counts as an annotated object if it has the same label and an IoU above `fg_iou` (1 is added to widths
+    and heights). Of the pairs of detections that count as one relation, at most `per_relation` are drawn, with weights
     IoU_subject x IoU_object; one pair may have several labels. Background pairs are two detections with a label that
-    stand for no relation and, if `require_overlap`, have 0 < IoU < 1. If this gives no pairs at all, the result is the
+    count as no relation and, if `require_overlap`, have 0 < IoU < 1. If this gives no pairs at all, the result is the
     one row 0, 0 without relation, provided that there is a detection.
 
     Args:

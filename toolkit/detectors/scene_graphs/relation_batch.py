@@ -86,8 +86,8 @@ def object_mask(num_objects: list[int], device: torch.device) -> Tensor:
     return torch.arange(max(num_objects, default=0), device=device) < counts[:, None]
 
 
-def of_images(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the sums (B,) of the rows of each image, (R,) in all. counts: number of rows of each image."""
+def sum_by_image(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Sum rows (R,) by image, to (B,). counts: number of rows of each image, in order."""
     return pad_rows(rows, counts).sum(1)
 
 
@@ -119,7 +119,7 @@ def predicate_loss(
         label_smoothing=smoothing,
     )
     weight_of_pairs = torch.ones_like(loss) if weights is None else weights[labels]
-    return of_images(loss, counts), of_images(weight_of_pairs, counts)
+    return sum_by_image(loss, counts), sum_by_image(weight_of_pairs, counts)
 
 
 def head_losses(
@@ -174,12 +174,12 @@ def attribute_loss(
     num_attributes = logits.shape[1]
     targets, has_any = attribute_targets(attributes, num_attributes)
     loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
-    sums = of_images(loss * has_any, counts) * (num_attributes / scale)
-    entries = of_images(has_any.to(loss), counts) * num_attributes
+    sums = sum_by_image(loss * has_any, counts) * (num_attributes / scale)
+    entries = sum_by_image(has_any.to(loss), counts) * num_attributes
     return sums, entries
 
 
-def mean(total: Tensor, count: Tensor) -> Tensor:
+def mean_or_zero(total: Tensor, count: Tensor) -> Tensor:
     """Return total / count. Where count is 0, return total, which is then an exact zero with a gradient."""
     return total / (count + (count == 0))
 

@@ -35,7 +35,7 @@ def start_scene_graph(
     training data.
 
     The settings that follow from the data and the detector's run are written to `<folder>/pretrained_config.json`, so
-    that the model can be built again from the run folder alone. A table of which parameter was loaded from which tensor
+    that the model can be built again from only the run folder. A table of which parameter was loaded from which tensor
     is written to `<folder>/detector_weights.txt`.
 
     Args:
@@ -234,7 +234,7 @@ def _check_same_names(source: Pretrained, table: DetectionTable) -> None:
     }
     faults = [
         f"model.pretrained {source.name} knows the {kind} {trained[kind]}, the data {given[kind]}: give data of the "
-        "same ones in the same order, or start from a detector alone with model.detector"
+        "same ones in the same order, or start from only a detector with model.detector"
         for kind in trained
         if list(trained[kind]) != given[kind]
     ]
@@ -248,8 +248,8 @@ def _given_settings(options: GraphOptions, source: Pretrained) -> dict:
 
 
 def _is_free(name: str, source: Pretrained) -> bool:
-    """Return whether a setting of the detector can be given beside its weights: it changes nothing that was learned, or
-    the weights are a published file, which does not hold the setting."""
+    """Return whether a setting of the detector can be given in addition to its weights: it changes nothing that was
+    learned, or the weights are a published file, which does not hold the setting."""
     of_file = Path(source.name).expanduser().is_file() and name not in source.options
     return of_file or name in options_class(source.architecture).inference_only
 

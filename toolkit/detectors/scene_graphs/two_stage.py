@@ -45,7 +45,7 @@ from toolkit.detectors.scene_graphs.relation_batch import (
     RelationOutput,
     attribute_loss,
     head_losses,
-    mean,
+    mean_or_zero,
 )
 from toolkit.detectors.scene_graphs.traced import TRACEABLE_HEADS, decode_graph
 from toolkit.detectors.scene_graphs.union import AllLevelsPool, UnionFeatures
@@ -228,7 +228,7 @@ class SceneGraph(GraphDetector):
         """
         if targets is None and (self.given_boxes or self.training):
             raise BadInput(
-                f"scene graphs in mode {self.mode} describe boxes that are given; to find boxes too, train and use a "
+                f"scene graphs in mode {self.mode} need given boxes; to detect boxes too, train and use a "
                 "model with --model.mode sgdet"
             )
         maps, images_hw = self.detector.features(images, sizes, targets)
@@ -323,7 +323,7 @@ class SceneGraph(GraphDetector):
         for name in self.relation_losses:
             if name in sums:  # others are of training only, or the batch has no objects
                 of_images, counts = sums[name]
-                total = of_images if self.given_boxes else mean(of_images, counts)
+                total = of_images if self.given_boxes else mean_or_zero(of_images, counts)
                 losses[name] = total.sum() / denominators[self.divided_by[name]]
         if "detector" in outputs:
             of_detector, _ = self.detector.criterion(outputs["detector"], targets, denominators)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.faster_rcnn.weights_maskrcnn_benchmark import CLASSIFIER, MASKRCNN_BENCHMARK, STEM
-from toolkit.models.weights.names import Description, IncompleteWeights, Publisher, named, pairs, renamed, required
+from toolkit.models.weights.names import (
+    Description,
+    IncompleteWeights,
+    Publisher,
+    class_names_for,
+    pairs,
+    renamed,
+    required,
+)
 
 VG_50 = (  # the predicates of VG150, in the order of their rows
     "above, across, against, along, and, at, attached to, behind, belonging to, between, carrying, covered in, "
@@ -228,7 +236,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
     }
     note = "the file does not say how it was trained: mode sgdet, unless --model.mode says otherwise"
     notes = [*detector.notes, note]
-    classes = named(len(required(state, CLASSIFIER, 2)) - 1)
+    classes = class_names_for(len(required(state, CLASSIFIER, 2)) - 1)
     without_our_name = f"^{re.escape(RELATION)}"
     return [Description("scene_graph", options, classes, notes, IMAGE_SIZE, needless=without_our_name)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.base.batch import Target
 from toolkit.data.transforms.geometry import Sample, Size, flip
-from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, draw_seen, view
+from toolkit.data.transforms.zoom_crop_colour import PhotometricDistortion, draw_seen, render_region
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SsdTransform:
 
     def __call__(self, image: Tensor, target: Target, generator: torch.Generator, size_hw: Size) -> Sample:
         region, target = draw_seen(image, target, self.zoom_out, self.iou_crop, generator)
-        image, target = view(image, target, region, size_hw)
+        image, target = render_region(image, target, region, size_hw)
         if self.flip and float(torch.rand((), generator=generator)) < 0.5:
             image, target = flip(image, target)
         if self.photometric:

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from toolkit.models.weights.names import Description, Publisher, named, required
+from toolkit.models.weights.names import Description, Publisher, class_names_for, required
 
 HEAD = "head.classification_head.module_list.0"  # of the first map
 ALL = "^$"  # no tensor is left out
@@ -19,7 +19,7 @@ def _described(
 ) -> list[Description]:
     """Describe the detector whose tensor `classifier` has a row for each anchor and each class or background."""
     classes = len(required(state, classifier, 4)) // anchors - 1
-    return [Description(architecture, {}, named(classes))]
+    return [Description(architecture, {}, class_names_for(classes))]
 
 
 SSD300 = Publisher(

@@ -1,7 +1,7 @@
 """YOLOv3 (Redmon & Farhadi, 2018) as GluonCV trains it, on timm's Darknet-53 or any timm backbone.
 
 `python -m toolkit.tools.anchors --annotations FILE` computes anchors for a data set.
-Targets and losses are in the module `targets` beside this one; docs/differences.md lists the differences from GluonCV.
+Targets and losses are in the module `targets`; docs/differences.md lists the differences from GluonCV.
 """
 
 import math

@@ -33,8 +33,8 @@ INTERPOLATIONS = [Image.Resampling[name] for name in ("NEAREST", "BILINEAR", "BI
 
 @dataclass(frozen=True)
 class ColourDistortion:
-    """A random change of brightness, then of contrast, saturation and hue, each with `probability`; contrast comes
-    first or last of these three.
+    """A random change of brightness, and then of saturation, hue and contrast, each with `probability`; contrast comes
+    before or after the other two, with equal probability.
 
     brightness: largest number of grey levels added or subtracted. contrast: range of the factor on all values.
     saturation: range of the factor on the distance from grey. hue: largest change in turns. Values are clipped to 0 and

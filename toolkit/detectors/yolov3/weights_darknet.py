@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.names import Description, Publisher, named
+from toolkit.models.weights.names import Description, Publisher, class_names_for
 
 BLOCKS = (1, 2, 8, 8, 4)  # residual blocks of each stage
 NORM = ("bias", "weight", "running_mean", "running_var")  # in the order of the file
@@ -75,8 +75,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def classes_of(numbers: int) -> int | None:
-    """Return the number of classes of a YOLOv3 on Darknet-53 with this many weights; 0 if it is the number of
-    Darknet-53 alone, None if it is neither."""
+    """Return the number of classes of a YOLOv3 on Darknet-53 with this many weights; 0 if it is the number of only
+    Darknet-53, None if it is neither."""
     backbone = _size(backbone_layers())
     heads = _size(head_layers(0))
     if numbers == backbone:
@@ -106,7 +106,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
         "mean": [0.0] * 3,
         "std": [1.0] * 3,
     }
-    return [Description("yolov3", options, named(classes) if classes else ["none"])]
+    return [Description("yolov3", options, class_names_for(classes) if classes else ["none"])]
 
 
 def by_name(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3 import weights_darknet as darknet
-from toolkit.models.weights.names import Description, Publisher, named, required
+from toolkit.models.weights.names import Description, Publisher, class_names_for, required
 
 LIST_MAGIC = 0x112
 V1, V2, V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
@@ -84,7 +84,7 @@ def _described(state: Mapping[str, Tensor], file: str) -> list[Description]:
         "mean": [0.485, 0.456, 0.406],
         "std": [0.229, 0.224, 0.225],
     }
-    return [Description("yolov3", options, named(_classes(state)))]
+    return [Description("yolov3", options, class_names_for(_classes(state)))]
 
 
 def _classes(state: Mapping[str, Tensor]) -> int:

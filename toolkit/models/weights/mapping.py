@@ -216,7 +216,7 @@ def _check_classes(classes: Sequence[str], source_classes: Sequence[str]) -> lis
         for name in dict.fromkeys(classes):
             times = counts[name]
             if times > 1:
-                faults.append(f"class {name!r} stands {times} times in the {where}: a class needs a name of its own")
+                faults.append(f"class {name!r} occurs {times} times in the {where}; each class needs its own name")
     return faults
 
 

@@ -208,7 +208,7 @@ def copied(state: Mapping[str, Tensor], copies: Mapping[str, str]) -> dict[str, 
     return result
 
 
-def count(state: Mapping[str, Tensor], prefix: str) -> int:
+def count_parts(state: Mapping[str, Tensor], prefix: str) -> int:
     """Return the number of numbered parts below a prefix of names: one more than the largest number, else 0.
 
     Raises IncompleteWeights if there are fewer tensors than that.
@@ -224,7 +224,7 @@ def count(state: Mapping[str, Tensor], prefix: str) -> int:
 
 def required_count(state: Mapping[str, Tensor], prefix: str) -> int:
     """Return the number of numbered parts below a prefix. Raises IncompleteWeights if there are none."""
-    found = count(state, prefix)
+    found = count_parts(state, prefix)
     if not found:
         raise IncompleteWeights(f"lacks the tensors below {prefix}.0")
     return found
@@ -245,7 +245,7 @@ def resnet_name(state: Mapping[str, Tensor], prefix: str) -> str | None:
 
     A ResNeXt is recognised by the groups of its 3 x 3 convolutions.
     """
-    blocks = tuple(count(state, f"{prefix}layer{stage}") for stage in (1, 2, 3, 4))
+    blocks = tuple(count_parts(state, f"{prefix}layer{stage}") for stage in (1, 2, 3, 4))
     deep = f"{prefix}layer1.0.conv3.weight" in state
     name = RESNETS.get((blocks, deep))
     if not deep or name is None:
@@ -294,8 +294,8 @@ def coco_by_id(first: int, last: int = 90) -> list[str]:
     return [by_id.get(i, f"no class {i}") for i in range(first, last + 1)]
 
 
-def named(rows: int) -> list[str]:
-    """Return class names for a classifier of `rows` classes without background.
+def class_names_for(rows: int) -> list[str]:
+    """Return names for the `rows` classes of a classifier, background not counted.
 
     The number tells the data set (COCO, Pascal VOC or VG150); for other numbers the names are `class 0`, `class 1`, ...
     """

@@ -85,7 +85,7 @@ def open_pretrained(name: str) -> Pretrained:
     if not path.exists():
         if not may_be_of_hub(name):
             expected = "give a file, a folder, or a hub name such as owner/model"
-            raise BadInput(f"model.pretrained: {path} does not exist; {expected}{near_names(path)}")
+            raise BadInput(f"model.pretrained {path}: no such file or folder; {expected}{near_names(path)}")
         return _from_transformers(name, name)
     if path.is_file():
         about, tensors = open_published_weights(path)
@@ -149,9 +149,8 @@ def _from_transformers(name: str, source: str) -> Pretrained:
         if Path(source).is_dir():
             raise BadInput(f"model.pretrained {name}: not a detector of transformers: {what}") from error
         raise BadInput(
-            f"model.pretrained {name}: this folder does not exist here, and no detector of this name is on the hub "
-            f"or in its cache ({what}); connect to the network once, set HF_HOME to a cache that holds it, or give "
-            "a folder."
+            f"model.pretrained {name}: no such folder here, and no such detector on the hub or in its cache ({what}); "
+            "connect to the network once, set HF_HOME to a cache that holds it, or give a folder"
         ) from error
     # through JSON, so that the run and a later build of its detector get the same values
     options: dict = {"source_config": json.loads(config.to_json_string(use_diff=False))}

@@ -43,8 +43,9 @@ KNOWN_PUBLISHERS = (
 def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
     """Read a file of published weights; return the description of its detector, and its tensors under our names.
 
-    If the classes are not those of COCO, Pascal VOC or VG150, their names are read from a file beside it with the same
-    name and the suffix `.names`, one class per line; those of predicates of scene graphs from a file `.predicates`.
+    If the classes are not those of COCO, Pascal VOC or VG150, their names are read from a file in the same folder with
+    the same name and the suffix `.names`, one class per line; those of predicates of scene graphs from a file
+    `.predicates`.
 
     Raises:
         BadInput: the file cannot be read, no known publisher uses the names of its tensors, or tensors of the
@@ -61,11 +62,11 @@ def open_published_weights(path: Path) -> tuple[Description, dict[str, Tensor]]:
             )
         some = ", ".join(list(state)[:3])
         raise BadInput(
-            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) have the names of no publisher that is "
-            f"known: {KNOWN_PUBLISHERS}. A folder of this toolkit or of transformers is given as a folder"
+            f"model.pretrained {path}: its {len(state)} tensors ({some}, ...) do not have the names of a known "
+            f"publisher ({KNOWN_PUBLISHERS}). A folder of this toolkit or of transformers is given as a folder"
         )
     try:
-        description, tensors = fitting(publisher, state, path.name)
+        description, tensors = find_description(publisher, state, path.name)
     except IncompleteWeights as error:
         raise BadInput(
             f"model.pretrained {path}: its tensors have the names of {publisher.program}, but it {error}; the file was "
@@ -89,7 +90,9 @@ def publishers() -> Iterator[Publisher]:
     return map(index.load, index.PUBLISHERS)
 
 
-def fitting(publisher: Publisher, state: Mapping[str, Tensor], file: str) -> tuple[Description, dict[str, Tensor]]:
+def find_description(
+    publisher: Publisher, state: Mapping[str, Tensor], file: str
+) -> tuple[Description, dict[str, Tensor]]:
     """Return the description of the detector that has exactly a publisher's tensors, and these under our names.
 
     Args:
@@ -132,7 +135,7 @@ def _state_of(description: Description) -> dict[str, Tensor]:
 
 
 def _names_beside(path: Path, suffix: str, known: list[str]) -> list[str]:
-    """Return the lines of the file with `suffix` beside `path`; without such a file, the known names.
+    """Return the lines of the file with `suffix` next to `path`; without such a file, the known names.
 
     Raises BadInput if the file is not a text in UTF-8, or the numbers of names differ.
     """
@@ -155,7 +158,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file by name; if a checkpoint holds raw and averaged (EMA) weights, the averaged ones.
 
     Raises:
-        BadInput: the kind of the file is unknown, it is damaged, or it holds Python objects beside tensors.
+        BadInput: the kind of the file is unknown, it is damaged, or it holds Python objects other than tensors.
     """
     ending = ".weights" if ".conv." in path.name else path.suffix.lower()  # Darknet's backbones: darknet53.conv.74
     if ending in index.WEIGHT_FILES:
@@ -181,8 +184,8 @@ def read_tensors(path: Path, setting: str) -> dict[str, Tensor]:
         reason = textwrap.shorten(lines[0], 120, placeholder=" ...")
         if isinstance(error, pickle.UnpicklingError) and _looks_like_a_save(path):
             raise BadInput(
-                f"{setting} {path}: it holds objects beside tensors, which would run their program when loaded. "
-                "Save its tensors alone, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
+                f"{setting} {path}: it holds other objects than tensors, which could run code when loaded. "
+                "Save only its tensors, with the program that wrote it: torch.save(model.state_dict(), 'file.pth') "
                 f"({reason})"
             ) from error
         is_told = isinstance(error, RuntimeError | OSError | EOFError)  # others speak of pickles, or are a bare key

@@ -90,6 +90,7 @@ class Distillation(nn.Module):
         return [{**group, "lr": lr, "weight_decay": weight_decay}] if named else []
 
     def get_extra_state(self) -> dict[str, str]:
+        """Return source and hash of the teacher, which a checkpoint keeps in place of its weights."""
         return {"teacher": self.source, "sha256": self.digest}
 
     def set_extra_state(self, state: Mapping[str, str]) -> None:
@@ -172,8 +173,8 @@ def query_losses(
     theirs: tuple[Tensor, Tensor],
     targets: Sequence[Mapping],
 ) -> dict[str, Tensor]:
-    """Return the losses of predictions: binary cross-entropy of class scores and L1 distance of boxes, between the
-    queries of student and teacher that are matched to the same object.
+    """Return `loss_distill_classes` (binary cross-entropy of class scores) and `loss_distill_boxes` (L1 distance of
+    boxes) between the queries of student and teacher that are matched to the same object.
 
     Sums are divided by the number of boxes in `targets`.
 

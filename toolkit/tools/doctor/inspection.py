@@ -17,7 +17,7 @@ from toolkit.data.mask_checks import mended_areas
 from toolkit.data.problem_lines import kind_of
 from toolkit.data.splits import CROWDS_ARE_SKIPPED, many_crowds, mostly_empty, overlap
 from toolkit.data.table import DetectionTable
-from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, same_files, signatures_of
+from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, groups, same_files, signatures_of
 from toolkit.tools.doctor.tile_advice import tile_advice
 from toolkit.tools.writers import names_by_content, write_coco_folder
 
@@ -51,7 +51,7 @@ class SplitSummary:
 
     Attributes:
         images, boxes, crowds: their numbers; boxes are without crowds.
-        background: number of images without a box; images with crowd regions alone are among them.
+        background: number of images without a box; images with only crowd regions are among them.
         largest_count: largest number of boxes in an image.
         classes: {name of the class: {"boxes": number, "images": number}}.
         sizes_px: the 5, 25, 50, 75 and 95 % quantiles of the square root of a box's area, in pixels of the images that
@@ -147,7 +147,7 @@ def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
     for first, second in itertools.combinations(tables, 2):
         text = overlap(tables[first], tables[second], (first, second))
         if text:
-            message = f"{text}: what is measured on them says nothing about other images"
+            message = f"{text}: metrics on these images say nothing about other images"
             yield Finding("warning", "same split", message)
 
 
@@ -285,6 +285,11 @@ def _class_findings(tables: Mapping[str, DetectionTable], splits: Mapping[str, S
 
 def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None, result: Inspection) -> None:
     """Find images that are the same or look alike, between splits (leakage) and within one."""
+
+    def name_of(position: tuple[str, int]) -> str:
+        split, index = position
+        return f"{split}/{tables[split].file_name(index)}"
+
     signatures = [signatures_of(table, cache_dir) for table in tables.values()]
     columns = ([getattr(signature, name) for signature in signatures] for name in ("digests", "thumbnails"))
     joined = ImageSignatures(*map(np.concatenate, columns))
@@ -292,28 +297,32 @@ def _compare(tables: Mapping[str, DetectionTable], cache_dir: str | Path | None,
     same = {pair for group in same_files(joined) for pair in _copies(group, [position[i][0] for i in group])}
     splits = np.repeat(np.arange(len(signatures)), [len(signature) for signature in signatures])
     alike = {(i, j) for i, j in alike_pairs(joined, splits) if joined.digests[i] != joined.digests[j]}
-    pairs_by_kind: dict[str, list] = {}
+    pairs_by_kind: dict[str, list[tuple[int, int]]] = {}
     for i, j in sorted(same | alike):
         first = position[i]
         second = position[j]
         kind = ("same file" if (i, j) in same else "look alike") + (" in two splits" if first[0] != second[0] else "")
-        items = [f"{split}/{tables[split].file_name(index)}" for split, index in (first, second)]
-        pairs_by_kind.setdefault(kind, []).append(items)
+        pairs_by_kind.setdefault(kind, []).append((i, j))
         if kind != "look alike":  # images of one split that look alike may be intended
             # keep the image that is evaluated on
             keep, drop = (second, first) if first[0] == "train" and second[0] != "train" else (first, second)
             if keep not in result.drop_images:
-                result.drop_images.setdefault(drop, f"{kind}: {'/'.join(items)}")
+                result.drop_images.setdefault(drop, f"{kind}: {name_of(first)}/{name_of(second)}")
     for kind, pairs in pairs_by_kind.items():
         severity = "note" if kind == "look alike" else "warning"
-        result.findings.append(
-            Finding(
-                severity,
-                kind,
-                f"{len(pairs)} pairs of images: {kind}",
-                pairs,
-            )
-        )
+        items = [[name_of(position[i]) for i in group] for group in _groups(len(position), pairs)]
+        images = sum(map(len, items))
+        message = f"{kind}: {images} images in {len(items)} group{'s' * (len(items) > 1)}"
+        result.findings.append(Finding(severity, kind, message, items))
+
+
+def _groups(count: int, pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the groups of at least two of `count` images that `pairs` connect."""
+    members: dict[int, list[int]] = {}
+    group_of = groups(count, pairs)
+    for image in sorted({image for pair in pairs for image in pair}):
+        members.setdefault(int(group_of[image]), []).append(image)
+    return list(members.values())
 
 
 def _copies(group: Sequence[int], splits: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -334,10 +343,15 @@ def _advice(split: str, summary: SplitSummary) -> Iterator[Finding]:
         message = f"{split}: {', '.join(rare[:10])} have less than {RARE_SHARE:.0%} of the boxes; "
         message += "--data.repeat_factor 0.01 shows images with rare classes more often"
         yield Finding("note", "balance", message, rare)
-    most = summary.largest_count
-    if most:
-        message = f"{split}: at most {most} objects in an image, so that a DETR needs at least {most} queries; "
-        yield Finding("note", "queries", message + "twice as many leave room")
+
+
+def query_notes(splits: Mapping[str, SplitSummary]) -> Iterator[Finding]:
+    """Yield a note for each split on the number of queries that a DETR needs."""
+    for split, summary in splits.items():
+        most = summary.largest_count
+        if most:
+            message = f"{split}: at most {most} objects in an image, so that a DETR needs at least {most} queries; "
+            yield Finding("note", "queries", message + "twice as many leave room")
 
 
 def clean_copy(tables: Mapping[str, DetectionTable], inspection: Inspection, out: Path) -> list[str]:

@@ -27,7 +27,7 @@ import torch
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import fsync_folder
-from toolkit.data.check_files import parallel, waits_for
+from toolkit.data.check_files import map_in_threads, reading_threads
 from toolkit.data.classes import with_classes
 from toolkit.data.decoding import ImageError, decode_image
 from toolkit.data.image_sources import Stored, digest_of
@@ -86,11 +86,11 @@ def signatures_of(table: DetectionTable, cache_dir: str | Path | None = None) ->
         return [_digest_and_thumbnail(table.image_source(table.row(index)), table.white)]
 
     def make() -> dict[str, np.ndarray]:
-        results = parallel(
+        results = map_in_threads(
             read,
             range(len(table)),
             "comparing images",
-            None if root is None else waits_for(root),
+            None if root is None else reading_threads(root),
         )
         thumbnails = np.frombuffer(b"".join(thumbnail for _, thumbnail in results), np.uint8)
         return {
@@ -279,7 +279,7 @@ def _white_of(table: DetectionTable) -> str:
 
 
 def held_out(signatures: ImageSignatures, share: float) -> np.ndarray:
-    """Choose about `share` of the images to hold out, from the images' bytes alone; return a bool mask (N,).
+    """Choose about `share` of the images to hold out, only by the images' bytes; return a bool mask (N,).
 
     Each group of images that look alike is held out or kept as a whole. The digests of a group give it a number in
     [0, 1), by which groups are ordered. The groups with numbers below `share` are held out. If these miss the share by
@@ -320,7 +320,7 @@ def _closest(sizes: np.ndarray, wanted: float) -> np.ndarray:
 
 
 def folds_of(signatures: ImageSignatures, folds: int) -> np.ndarray:
-    """Return (N,) int64: the fold of each image, counted from 0, chosen from the images' bytes alone.
+    """Return (N,) int64: the fold of each image, counted from 0, chosen only by the images' bytes.
 
     folds: the number of folds. They have about the same number of images, and images that look alike are in the same
     fold. Raises BadInput if a fold would be empty.

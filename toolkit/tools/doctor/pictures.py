@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from toolkit.base.batch import Batch
@@ -45,7 +46,11 @@ def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], f
     side = math.sqrt(math.prod(image_hw))
     files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
     for name, unit, of in (
-        ("sizes", f"root of the area in px, images {size_text(image_hw)}", lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side),
+        (
+            "sizes",
+            f"box size (√area) in px when images are resized to {size_text(image_hw)} px (--image-size)",
+            lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side,
+        ),
         ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 4] / b[:, 5]),
     ):
         values = {split: of(split_boxes) for split, split_boxes in boxes.items()}
@@ -109,7 +114,7 @@ def _positions(boxes: np.ndarray, file: Path) -> Path:
         cmap="viridis",
         aspect="auto",
     )
-    figure.colorbar(shown, label="boxes with their centre here")
+    figure.colorbar(shown, label="boxes with their centre here", ticks=MaxNLocator(integer=True))
     axes.set(xlabel="x, fraction of the width", ylabel="y, fraction of the height")
     figure.savefig(file, dpi=120)
     return file

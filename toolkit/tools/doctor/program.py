@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import parse_yaml
-from toolkit.data.check_files import depth
+from toolkit.data.check_files import choose_check_depth
 from toolkit.data.classes import check_class_map, class_map_of, describe_class_map, written_class_map
 from toolkit.data.formats import MAX_UNUSED_NAMED, open_dataset, recognise
 from toolkit.data.problem_lines import EXAMPLES, MAX_OF_A_KIND, grouped
@@ -21,11 +21,12 @@ from toolkit.data.table import DetectionTable
 from toolkit.data.transforms.geometry import pair_hw
 from toolkit.run.settings import DataConfig
 from toolkit.tools.doctor.choices import TRAINING
-from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables
+from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables, query_notes
 from toolkit.tools.doctor.mask_advice import all_have_masks, few_enough
 from toolkit.tools.doctor.training_command import WITH_MASKS, Source, command_for, recipe_for, size_of_recipe, tile_of
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
+MAX_OF_A_GROUP = 4  # images of a group that look alike, on the console
 CHECK_IMAGES = {"auto": True, "none": False}  # values for the readers
 
 
@@ -44,10 +45,12 @@ def check_data(options: argparse.Namespace) -> int:
     tables, sources = open_all(options)
     found_masks = objects_have_masks(options, tables)
     options.masks |= found_masks
-    _, recipe, _ = recipe_for(WITH_MASKS if options.masks else options.script)
+    program, recipe, _ = recipe_for(WITH_MASKS if options.masks else options.script)
     size_hw = pair_hw(options.image_size or size_of_recipe(recipe))
-    decoded = all(depth(options.check_images, len(table), table.name)[0] for table in tables.values())
+    decoded = all(choose_check_depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     inspection = inspect_tables(tables, size_hw, compare=decoded)
+    if Path(program).stem == "train_detr":
+        inspection.findings += query_notes(inspection.splits)
     if found_masks:
         message = "all objects have masks, which the command below trains too; --masks checks them"
         inspection.findings.append(Finding("note", "masks", message))
@@ -75,15 +78,14 @@ def check_data(options: argparse.Namespace) -> int:
     return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
 
 
-
-
 def open_all(
     options: argparse.Namespace, say: Callable[[str], None] = print, **other
 ) -> tuple[dict[str, DetectionTable], list[Source]]:
     """Open every split that the options ask for. Return the tables by name, a different one for each split, and the
     sources that were given.
 
-    say: called with what is recognised. other: options of `open_dataset` that replace those given.
+    say: called with a text on each folder that was recognised. other: options of `open_dataset` that replace those
+    given.
     """
     keys = ("image_dir", "format", "name", "check_images", "classes", "masks", "crowds", "white")
     reading = {key: getattr(options, key) for key in keys}
@@ -230,4 +232,7 @@ def objects_have_masks(options: argparse.Namespace, tables: dict[str, DetectionT
 def _item(item: object) -> str:
     if isinstance(item, dict):
         return ", ".join(f"{key} {value}" for key, value in item.items())
-    return " = ".join(item) if isinstance(item, list) else str(item)
+    if not isinstance(item, list):
+        return str(item)
+    shown = item if len(item) <= MAX_OF_A_GROUP else [*item[:MAX_OF_A_GROUP], f"{len(item) - MAX_OF_A_GROUP} more"]
+    return " = ".join(shown)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.base.distributed import default_device
-from toolkit.base.files import ROOT, parse_yaml
+from toolkit.base.files import ROOT, from_here, parse_yaml
 from toolkit.data.layout import UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 
@@ -35,8 +35,8 @@ class Source:
 
     @property
     def split(self) -> str | None:
-        """The split that the name of the file or folder stands for, such as "train"; for a file whose name stands for
-        none, the split that the name of its folder stands for; None if there is none either."""
+        """The split that the name of the file or folder says, such as "train"; for a file whose name says none, the
+        split that the name of its folder says; None if that says none either."""
         path = Path(self.given).expanduser().absolute()
         of_folder = split_of(path.parent.name) if path.is_file() else None
         return split_in_name(path.name) or of_folder
@@ -74,10 +74,10 @@ def command_for(
         tile: side of the tiles in pixels that pay for the training data; None: none do.
     """
     if masks and script not in (None, WITH_MASKS):
-        return f"the settings file of {script} for own data trains boxes alone; that of {WITH_MASKS} trains masks too"
+        return f"the settings file of {script} for own data trains only boxes; that of {WITH_MASKS} trains masks too"
     kinds = {finding.kind for finding in inspection.findings if finding.severity == "error"}
     if "background" in kinds:
-        return "hardly an image has an object: look where the labels are before training on these data"
+        return "almost no image has an object: find out where the labels are before training on these data"
     if kinds - {"record"}:
         return "no training starts on these data before the errors are fixed"
     choice = choose(sources, has_name=reading.get("name") is not None)
@@ -91,7 +91,7 @@ def command_for(
         script = WITH_MASKS
         settings["model.masks"] = "true"
     if tile and masks:
-        more.append(f"tiles would pay, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
+        more.append(f"tiles would help, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
     elif tile and script != "train_sgg":
         settings["data.tile"] = str(tile)
     program, recipe, why = recipe_for(script)
@@ -116,7 +116,7 @@ def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
     if all(source.is_split for source in sources) or len(sources) == 1 and sources[0].splits:
         return _of_folders(sources)
     if any(source.is_split for source in sources):
-        return "to train on them, give folders of splits alone, or files alone"
+        return "to train on them, give only folders of splits, or only files"
     by_split: dict[str | None, list[str]] = {}
     for source in sources:
         split = split_in_name(source.given) if has_name else source.split
@@ -211,7 +211,5 @@ def recipe_for(asked: str | None) -> tuple[str, str, str]:
     config = small if why and small.is_file() else folder / "own_data.yaml"
     if config != small:
         why = "trained weights are downloaded once"
-    here = Path.cwd()
-    files = [ROOT / "scripts" / f"{script}.py", config]
-    program, recipe = (str(file.relative_to(here) if file.is_relative_to(here) else file) for file in files)
-    return program, recipe, why
+    program = ROOT / "scripts" / f"{script}.py"
+    return from_here(program), from_here(config), why

@@ -42,6 +42,7 @@ class OutputDifference:
 
     @property
     def is_rounding(self) -> bool:
+        """Whether at least `MIN_MATCHED_SHARE` of the detections match, so that the rest may be rounding."""
         return self.matched >= MIN_MATCHED_SHARE
 
 

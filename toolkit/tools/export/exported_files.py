@@ -65,6 +65,7 @@ class ExportMetadata:
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """The names of the file's outputs, in order."""
         if self.masks:
             return (*OUTPUT_NAMES, "masks")
         return (*OUTPUT_NAMES, *GRAPH_OUTPUT_NAMES) if self.predicates else OUTPUT_NAMES
@@ -88,7 +89,7 @@ class ExportMetadata:
             return cls(**entries)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadInput(
-                f"{path}: it does not say what its classes and sizes are ({METADATA_KEY} in its metadata); give a file "
+                f"{path}: it does not hold its classes and image size ({METADATA_KEY} in its metadata); give a file "
                 "that scripts/export.py wrote"
             ) from error
 
@@ -131,7 +132,7 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path, about: ExportM
 def write_openvino(
     onnx: Path, path: Path, about: ExportMetadata, calibration: Iterable[np.ndarray] | None = None
 ) -> None:
-    """Convert an ONNX file to OpenVINO: `path` (.xml), and the weights beside it (.bin).
+    """Convert an ONNX file to OpenVINO: `path` (.xml), and the weights next to it (.bin).
 
     calibration: batches of images uint8 (B, 3, H, W), by which the network is quantised to int8; None: it is not.
         Everything after the network (decoding, suppression) is never quantised.

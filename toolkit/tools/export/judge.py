@@ -176,7 +176,7 @@ def write_relations(
         return []
     obstacle = "--formats has no onnx" if "onnx" not in request.formats else detector.graph_obstacle()
     if obstacle:
-        say(f"the relations are not exported, the files have the detector alone: {obstacle}")
+        say(f"the relations are not exported, only the detector is: {obstacle}")
         return []
     path = export_graph(
         detector,
@@ -205,6 +205,13 @@ def write_relations(
 
 
 def recall_of(predictor: Predictor, detector, table: DetectionTable | None) -> dict[str, float | None]:
+    """Return R@20, R@50, R@100 and mR@100 of a scene graph predictor on a data table by name, each in [0, 1]; {}
+    without a table.
+
+    detector: the predictor's detector, which makes the evaluator.
+
+    Raises BadInput if table and predictor have different classes.
+    """
     if table is None:
         return {}
     if table.class_names != predictor.class_names:
@@ -230,7 +237,7 @@ def latency(predictor: Predictor, table: DetectionTable | None) -> float:
 
 def ap_of(predictor: Predictor, table: DetectionTable | None) -> float | None:
     """Return the bbox AP of a predictor on a data table, in [0, 1], or its segm AP if both have masks; None without a
-    table."""
+    table, 0 if it is undefined."""
     if table is None:
         return None
     row = CocoEvaluator(table).evaluate(predict_table(predictor, table))

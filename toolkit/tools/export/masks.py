@@ -10,7 +10,7 @@ from toolkit.tools.export.exported_files import ExportMetadata
 
 @dataclass
 class ExportedMasks:
-    """A stand-in for the detector of an exported file, which makes pixels of its masks. about: metadata of the file."""
+    """The part of an exported file's detector that turns masks into pixels. about: metadata of the file."""
 
     about: ExportMetadata
 

@@ -100,7 +100,7 @@ def _checked_hw(
     height, width = trace_hw(graph.sides, graph.detector.stride, size, architecture)
     if graph.sides != "fixed" and min(height, width) < graph.smallest_side:
         graph.sides = "fixed"
-        say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes {height} x {width} alone")
+        say(f"files of several sizes begin with {graph.smallest_side} pixels: this one takes only {height} x {width}")
     return height, width
 
 
@@ -158,6 +158,6 @@ def export_final(
     )
     images = images.cpu().contiguous()
     differences = [f"  {path.name}: {check_against_pytorch(graph, path, images)}" for path in written.values()]
-    of_graph = ": the detector alone, scripts/export.py writes relations" if getattr(detector, "predicates", ()) else ""
+    of_graph = ": only the detector; scripts/export.py writes relations" if getattr(detector, "predicates", ()) else ""
     head = f"exported{of_graph}; largest differences from PyTorch on {len(images)} images:"
     return "\n".join([head, *differences])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import folders_below
+from toolkit.base.files import folders_below, near_names
 from toolkit.data.decoding import IMAGE_SUFFIXES
 from toolkit.data.formats.coco import read_annotations
 from toolkit.data.formats.json_stream import items_of
@@ -46,8 +46,12 @@ def find_images(given: Sequence[str | Path], leave_out: Path | None = None) -> d
                 matches = glob.glob(str(path), recursive=True)
             here = [file for file in map(Path, sorted(matches)) if _is_image_file(file, leave_out)]
         if not here:
-            what = "holds no image files" if path.is_dir() else "no such file or folder, and no image file matches it"
-            problems.append(f"{source}: {what} (looked for {' '.join(sorted(IMAGE_SUFFIXES))})")
+            looked_for = f"(looked for {' '.join(sorted(IMAGE_SUFFIXES))})"
+            if path.is_dir():
+                problems.append(f"{source}: contains no image files {looked_for}")
+            else:
+                hint = "" if glob.has_magic(source) else near_names(path)
+                problems.append(f"{source}: no such file or folder, and no image file matches it {looked_for}{hint}")
         for file in here:
             images.setdefault(file, file.relative_to(path) if path.is_dir() else Path(file.name))
     if problems:
@@ -60,7 +64,7 @@ def find_or_fetch(
 ) -> tuple[dict[Path, Path], dict[Path, str], set[Path]]:
     """Find image files as `find_images` does, and download images from URLs.
 
-    given: files, folders, patterns and URLs; "-" stands for a list of these on the standard input, one per line.
+    given: files, folders, patterns and URLs; "-" means a list of these on the standard input, one per line.
 
     Returns:
         the files as `find_images` returns them, those of URLs included; {URL: error} of the failed downloads; and the

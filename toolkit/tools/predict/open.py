@@ -1,5 +1,5 @@
 """Opens trained detectors: `open_predictor` makes a `Predictor` from any kind of source that
-`toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from the run folder alone.
+`toolkit.run.open_run.kind_of` knows. Detectors of runs are rebuilt from only the run folder.
 """
 
 from collections.abc import Mapping
@@ -208,7 +208,7 @@ def _open_transformers(source: str | Path, device: torch.device | str, max_detec
         categories = read_categories(ids)
         if len(categories) != len(names):
             raise BadInput(
-                f"{ids}: it has {len(categories)} classes, config.json beside it {len(names)}; put back both files of "
+                f"{ids}: it has {len(categories)} classes, and config.json {len(names)}; put back both files of "
                 "the run"
             )
     queries = getattr(model.config, "num_queries", None) or getattr(model.config, "num_detection_tokens", 0)

@@ -160,7 +160,7 @@ def check_output_folder(folder: Path, inputs: Sequence[Path], overwrite: bool) -
     Raises:
         BadInput: the folder holds results and `overwrite` is False, or an input is one of these results.
     """
-    old = _earlier(folder)
+    old = outputs_in(folder)
     real = {Path(os.path.realpath(path)) for path in old}  # `resolve` raises for a link to itself
     lost = []
     for path in inputs:
@@ -178,14 +178,15 @@ def check_output_folder(folder: Path, inputs: Sequence[Path], overwrite: bool) -
 
 def clear_outputs(folder: Path) -> None:
     """Delete the files and folders in `OUTPUT_FILES` that an earlier prediction has written to a folder."""
-    for path in _earlier(folder):
+    for path in outputs_in(folder):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
 
 
-def _earlier(folder: Path) -> list[Path]:
+def outputs_in(folder: Path) -> list[Path]:
+    """Return the files and folders in `OUTPUT_FILES` that a prediction has written to a folder."""
     return [folder / name for name in OUTPUT_FILES if (folder / name).exists()]
 
 

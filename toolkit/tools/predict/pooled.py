@@ -36,7 +36,7 @@ def pool_folds(parts: Sequence[Predicted], say: Callable[[str], None]) -> Predic
         several = ", ".join(f"fold {number} is given {counts[number]} times" for number in wrong)
         raise BadInput(f"{several}; expected each of the {folds[0].of} folds once")
     if any("pairs" in prediction for part in parts for prediction in _by_image(part).values()):
-        raise BadInput("scene graphs are not pooled; evaluate each run alone")
+        raise BadInput("scene graphs are not pooled; evaluate each run by itself")
     data = wholes[0] | {"source": wholes[0]["part_of"]}
     del data["part_of"]
     table = open_split(**data, say=say)

@@ -29,7 +29,7 @@ class Prediction(NamedTuple):
     """The prediction on an image.
 
     Attributes:
-        key: what stands for the image at its source, such as the path of its file.
+        key: the image's key, such as the path of its file.
         image: uint8 (3, H, W); None if it cannot be read.
         detections: the detections in the image; None if it cannot be read.
         error: why the image cannot be read; None if it can.
@@ -56,7 +56,8 @@ def predict_each(
     not depend on the number of images.
 
     Args:
-        keys: what stands for each image; they are taken as they are needed, so they need not have an end.
+        keys: a key for each image, such as the path of its file; they are read as they are needed, so they need not
+            end.
         read: function from a key to the image, uint8 (3, H, W). An image for which it raises `ImageError` is yielded
             with the error, and the others are still predicted.
         score_threshold: only detections with a higher score are returned.

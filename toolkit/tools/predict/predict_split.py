@@ -280,7 +280,7 @@ def open_predictions_file(path: str | Path, options: SplitOptions, say: Say) -> 
 def _with_masks(path: str | Path, data: dict, table: DetectionTable, say: Say) -> tuple[dict, DetectionTable]:
     """Open the data of predictions, or of a model, with masks again with masks, if nothing has said to read these.
 
-    If the data have none that can be read, this is said, and the result is what was given.
+    If the data have none that can be read, a message says so, and the result is what was given.
     """
     try:
         return data | {"masks": True}, open_split(**data, masks=True, say=lambda text: None)

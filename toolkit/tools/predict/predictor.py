@@ -72,6 +72,7 @@ class Predictor:
 
     @property
     def class_names(self) -> list[str]:
+        """The names of the classes in the order of the labels."""
         return [category.name for category in self.categories]
 
     def __call__(self, images, score_threshold: float | None = None):

@@ -27,6 +27,7 @@ from toolkit.tools.predict.outputs import (
     clear_outputs,
     images_root,
     names_of_outputs,
+    outputs_in,
     write_outputs,
 )
 from toolkit.tools.predict.predict_each import predict_files
@@ -204,12 +205,18 @@ def picture_names(names: dict[Path, Path]) -> dict[Path, Path]:
 
 
 def prediction_summary(document: dict, out: Path) -> str:
+    """Return the text that is printed after a prediction: numbers of images and detections by class, and of unreadable
+    files.
+
+    document: the content of predictions.json. out: the output folder.
+    """
     counts = Counter(detection["category"] for image in document["images"] for detection in image["detections"])
     by_class = ", ".join(f"{count} {shown(name, 40)}" for name, count in counts.most_common())
+    written = [f"{path}/" if path.is_dir() else str(path) for path in outputs_in(out)]
     lines = [
         f"{document['model']}: {len(document['images'])} images, {counts.total()} detections of score above "
         f"{document['score_threshold']}" + (f" ({by_class})" if by_class else ""),
-        f"written: {out}",
+        f"written: {', '.join(written)}",
     ]
     if document["errors"]:
         lines.append(f'{len(document["errors"])} files could not be read; they are listed there under "errors"')

@@ -165,7 +165,7 @@ def _figures(row: Mapping, run: Path | None) -> str:
 
 
 def _picture(folder: Path, run: Path | None) -> str:
-    """Copy the newest picture of predictions of the run beside the card, and return its Markdown."""
+    """Copy the newest picture of predictions of the run to the card's folder, and return its Markdown."""
     pictures = sorted((run / "report" / "pictures").glob("step_*.png")) if run else []
     if not pictures:
         return ""

@@ -112,4 +112,4 @@ def _hub(name: str) -> Iterator:
         yield HfApi()
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise BadInput(f"--hub.push {name}: the hub did not take it: {reason}") from error
+        raise BadInput(f"--hub.push {name}: the hub did not accept it: {reason}") from error

@@ -146,6 +146,7 @@ def describe_finding(finding: Facts) -> str:
 
 
 def nothing_found() -> dict[str, Any]:
+    """Return the finding of `diagnose` for a window in which everything is finite."""
     finding = {
         "where": "unknown",
         "window_losses": [],

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import gather_objects, world
 from toolkit.base.errors import BadInput
-from toolkit.step.guard import NanGuard
+from toolkit.step.guard import Action, NanGuard
 from toolkit.step.optim import drop_gradients
 from toolkit.tools.replay.diagnosis import (
     Facts,
@@ -111,7 +111,10 @@ def investigate(
         path = write_nan_report(run_folder, report, batches, model.state_dict(), extra, tensors)
     removed = _forget_reports(path) if path else ""
     lines = gather_objects(f"  rank {rank}: {describe_finding(finding)} Report: {path}{removed}")
-    return f"{guard.reason}\n" + "\n".join(lines[r] for r in broken_ranks)
+    told = [lines[rank] for rank in broken_ranks]
+    if context.get("action") == Action.STOP.value:  # a run that goes on would say it with every window
+        told.append(f"What to do: {ADVICE[where_by_rank[broken_ranks[0]]]}")
+    return "\n".join([guard.reason, *told])
 
 
 def write_nan_report(

@@ -14,8 +14,10 @@ from toolkit.tools.report.explain import explain_zero_ap
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.figures import series
 from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.thresholds import threshold_text
 
 BARELY_BEGUN = 0.1  # share of the planned epochs before which a detector's mistakes say nothing about data or settings
+LEARNED_AP50 = 0.5  # from which they do, however few epochs were made
 STILL_RISING = 0.01  # AP gained in the last quarter of the training
 ENOUGH_EVALUATIONS = 4  # to decide that AP no longer rises
 SMALL_SHARE = 0.1  # share of the boxes
@@ -52,13 +54,18 @@ def advise(judged: Judgement, run: RunFacts | None = None) -> list[Advice]:
     run = run or RunFacts()
     data = run.config.get("data", {})
     model = run.config.get("model", {})
-    barely_begun = _barely_begun(run)
-    if (judged.numbers["AP50"] or 0) < MIN_AP50:
-        suggestions = [barely_begun or _too_short(run), _hardly_anything(judged)]
-    elif barely_begun is not None and not _has_levelled_off(run):
+    metric = "R@20" if judged.boxes_given else "bbox_AP"
+    ap50 = judged.numbers["AP50"] or 0
+    barely_begun = _barely_begun(run, metric)
+    has_learned = _has_levelled_off(run, metric) or (ap50 >= LEARNED_AP50 and not judged.boxes_given)
+    if ap50 < MIN_AP50:
+        suggestions = [barely_begun or _too_short(run, metric), _hardly_anything(judged)]
+    elif barely_begun is not None and not has_learned:
         suggestions = [barely_begun]
+    elif judged.boxes_given:
+        suggestions = [_too_short(run, metric), _over_fitting(run.rows, metric)]
     else:
-        suggestions = [_too_short(run), _over_fitting(run.rows), _small_objects(judged, data)]
+        suggestions = [_too_short(run, metric), _over_fitting(run.rows, metric), _small_objects(judged, data)]
         suggestions += [
             _duplicates(judged, model),
             _confused_classes(judged),
@@ -90,7 +97,7 @@ def _evaluations(rows: Sequence[Mapping], metric: str) -> tuple[np.ndarray, np.n
     return averaged if len(averaged[0]) else series(rows, f"val/{metric}")
 
 
-def _barely_begun(run: RunFacts) -> Advice | None:
+def _barely_begun(run: RunFacts, metric: str) -> Advice | None:
     planned = run.config.get("run", {}).get("epochs")
     if not planned or run.epochs_made is None:
         return None
@@ -99,13 +106,13 @@ def _barely_begun(run: RunFacts) -> Advice | None:
     begun = max(1, ceil(run.epochs_made))
     return _train_longer(
         f"The run ended in epoch {begun} of {planned}: its mistakes are those of a detector that has just begun, and "
-        f"say nothing yet about data or settings. {_rise(run)}",
+        f"say nothing yet about data or settings. {_rise(run, metric)}",
         run,
     )
 
 
-def _too_short(run: RunFacts) -> Advice | None:
-    rise = _rise(run)
+def _too_short(run: RunFacts, metric: str) -> Advice | None:
+    rise = _rise(run, metric)
     return _train_longer(rise, run) if rise else None
 
 
@@ -118,25 +125,29 @@ def _train_longer(evidence: str, run: RunFacts) -> Advice:
     )
 
 
-def _rise(run: RunFacts) -> str:
-    """Return a sentence about the AP in the last quarter of the training if it still rose there, else ""."""
-    steps, ap = _evaluations(run.rows, "bbox_AP")
+def _rise(run: RunFacts, metric: str) -> str:
+    """Return a sentence about a metric in the last quarter of the training if it still rose there, else ""."""
+    steps, ap = _evaluations(run.rows, metric)
     if len(ap) < 2 or ap.argmax() < len(ap) - 1:
         return ""
     before = _best_before_the_last_quarter(steps, ap)
     if ap[-1] - ap[before] < STILL_RISING:
         return ""
     return (
-        f"AP was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
+        f"{_name(metric)} was still rising: {ap[before]:.3f} at step {steps[before]:.0f}, {ap[-1]:.3f} at "
         f"step {steps[-1]:.0f}, the best of {len(ap)} evaluations."
     )
 
 
-def _has_levelled_off(run: RunFacts) -> bool:
-    """Return whether AP is known to have stopped rising, so that a longer training would not have helped."""
+def _name(metric: str) -> str:
+    return metric.removeprefix("bbox_")
+
+
+def _has_levelled_off(run: RunFacts, metric: str) -> bool:
+    """Return whether a metric is known to have stopped rising, so that a longer training would not have helped."""
     if "eval.early_stopping_patience" in run.ended_by:
         return True
-    steps, ap = _evaluations(run.rows, "bbox_AP")
+    steps, ap = _evaluations(run.rows, metric)
     if len(ap) < ENOUGH_EVALUATIONS:
         return False
     return ap.max() - ap[_best_before_the_last_quarter(steps, ap)] < STILL_RISING
@@ -148,10 +159,10 @@ def _best_before_the_last_quarter(steps: np.ndarray, ap: np.ndarray) -> int:
     return int(early[ap[early].argmax()])
 
 
-def _over_fitting(rows) -> Advice | None:
+def _over_fitting(rows, metric: str) -> Advice | None:
     _, trained = series(rows, "train/loss")
     _, loss = _evaluations(rows, "loss")
-    steps, ap = _evaluations(rows, "bbox_AP")
+    steps, ap = _evaluations(rows, metric)
     if len(loss) < 4 or len(trained) < 8 or len(ap) < 4:
         return None
     best = int(loss.argmin())
@@ -167,7 +178,8 @@ def _over_fitting(rows) -> Advice | None:
     return Advice(
         "Over-fitting",
         f"The validation loss rose from {loss[best]:.3g} to {loss[-1]:.3g} while the training "
-        f"loss still fell, and AP went from {ap.max():.3f} (step {steps[ap.argmax()]:.0f}) to {ap[-1]:.3f}.",
+        f"loss still fell, and {_name(metric)} went from {ap.max():.3f} (step {steps[ap.argmax()]:.0f}) to "
+        f"{ap[-1]:.3f}.",
         "Augment more (--data.random_crop, --data.photometric, --data.mosaic), raise --optim.weight_decay, or "
         "stop earlier (--eval.early_stopping_patience).",
     )
@@ -323,8 +335,9 @@ def _scores(judged) -> Advice | None:
     best = judged.overall.best
     if best is None or 0.2 <= best.threshold <= 0.8:
         return None
+    threshold = threshold_text(best.threshold)
     return Advice(
         "Threshold",
-        f"F1 is highest ({best.f1:.3f}) at a score of {best.threshold:g}; predictions are often cut at 0.3 or 0.5.",
-        f"Use the threshold of this report: --threshold {best.threshold:g} in predict.py.",
+        f"F1 is highest ({best.f1:.3f}) at a score of {threshold}; predictions are often cut at 0.3 or 0.5.",
+        f"Use the threshold of this report: --score-threshold {threshold} in predict.py.",
     )

@@ -17,6 +17,7 @@ PALETTE = dict(re.findall(r"--(\w+):(#\w{6})", STYLE.partition("}")[0]))  # name
 SERIES_COLOURS = [PALETTE[f"c{i}"] for i in range(8)]
 INK, DIM, GRID = PALETTE["fg"], PALETTE["dim"], PALETTE["line"]
 MAX_POINTS = 300  # of a line
+LETTER_PX = 7.5  # width of a letter, as a browser shows it
 LONG_NUMBER = re.compile(r"(?<!: )\b\d+\.\d+")  # coordinates, not a style
 # In matplotlib's SVG: a style for all of the page, its font, sizes, names that nothing refers to, turns by nothing, and
 # the "L" that a path repeats.
@@ -68,7 +69,7 @@ class LineChart:
     Attributes:
         x_range, y_range: ends of the axes; None: they follow from the data.
         log: the y axis is logarithmic.
-        marks: vertical lines, as (x, text beside the line).
+        marks: vertical lines, as (x, text next to the line).
     """
 
     title: str
@@ -81,6 +82,7 @@ class LineChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no line has a point to draw."""
         return not any(len(line.points(self.log)[0]) for line in self.lines)
 
     @property
@@ -89,6 +91,7 @@ class LineChart:
         return 5.2, 3.3 + 0.17 * len(self._in_legend()) / self._columns()
 
     def draw(self, axes) -> None:
+        """Draw the lines, marks and legend into matplotlib's `axes`."""
         if self.log:
             axes.set_yscale("log")
         for line in sorted(self.lines, key=lambda line: line.faint):
@@ -157,19 +160,27 @@ class BarChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there are no bars."""
         return not self.bars
 
     @property
     def size(self) -> tuple[float, float]:
+        """The (width, height) in inches."""
         return 5.2, 0.4 + 0.24 * len(self.bars)
 
     def draw(self, axes) -> None:
+        """Draw the bars into matplotlib's `axes`, the first on top."""
         names, values, texts = zip(*self.bars, strict=True)
         drawn = axes.barh(range(len(names)), values, color=SERIES_COLOURS[0])
         axes.bar_label(drawn, texts, padding=4, color=DIM)
         axes.set_yticks(range(len(names)), map(in_plot, names))
         axes.set_xticks([])
-        axes.set_xlim(0, 1.15 * max(self.most or max(values), 1e-12))
+        # Room for the text behind the longest bar.
+        of_names = LETTER_PX * max(map(len, names))
+        of_texts = LETTER_PX * (1 + max(map(len, texts)))
+        bars_px = max(0.9 * 96 * self.size[0] - of_names, 2 * of_texts)
+        most = max(self.most or max(values), 1e-12)
+        axes.set_xlim(0, most * bars_px / (bars_px - of_texts))
         axes.invert_yaxis()
 
 
@@ -186,14 +197,17 @@ class MatrixChart:
 
     @property
     def is_empty(self) -> bool:
+        """Whether all counts are 0."""
         return not self.matrix.any()
 
     @property
     def size(self) -> tuple[float, float]:
+        """The (width, height) in inches."""
         rows, columns = self.matrix.shape
         return 2.5 + 0.4 * columns, 2.0 + 0.3 * rows
 
     def draw(self, axes) -> None:
+        """Draw the cells that are not 0, with their counts, into matplotlib's `axes`."""
         cells = np.argwhere(self.matrix)
         counts = self.matrix[tuple(cells.T)]
         totals = self.matrix.sum(axis=1)[cells[:, 0]]

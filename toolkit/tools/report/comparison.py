@@ -12,10 +12,11 @@ from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.tools.report import figures
 from toolkit.tools.report.bootstrap import NUM_DRAWS, interval
 from toolkit.tools.report.detection_errors import ERROR_KINDS
-from toolkit.tools.report.gallery import LEGEND, PictureMaker, whole_image
+from toolkit.tools.report.gallery import LEGEND_OF_IMAGES, PictureMaker, whole_image
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, pictures, table, with_interval
 from toolkit.tools.report.sections import HEADLINES
+from toolkit.tools.report.thresholds import threshold_text
 
 MAX_TABLE_CLASSES = 100  # in the table
 COMPARED_RECALLS = ("R@50", "R@100", "mR@50", "mR@100")  # of relations, in the table
@@ -150,6 +151,7 @@ def _seeds(judged: Sequence[Judgement]) -> dict[str, dict]:
 
 
 def verdict(c: Comparison) -> str:
+    """Return an HTML table that says for each headline metric how far each detector differs from the first."""
     rows = [(d.other, d.in_words()) for d in c.differences if d.metric in HEADLINES]
     text = (
         f"Each is compared with {c.judged[0].name}, on the same {NUM_DRAWS:,} bootstrap samples of the images "
@@ -171,12 +173,13 @@ def _precisions_apart(c: Comparison) -> str:
 
 
 def numbers_side_by_side(c: Comparison) -> str:
+    """Return an HTML table of all metrics with a column for each detector, and charts of them."""
     rows = _rows_of_metrics(c, "boxes", "masks")
     if any(j.matches.by_mask for j in c.judged):
         rows.append(("the rest by", *("masks" if j.matches.by_mask else "boxes" for j in c.judged)))
     rows += _rows_of_metrics(c, "voc")
     rows.append(("best F1", *(number(j.overall.best and j.overall.best.f1) for j in c.judged)))
-    rows.append(("threshold of it", *(f"{j.threshold:g}" for j in c.judged)))
+    rows.append(("threshold of it", *(threshold_text(j.threshold) for j in c.judged)))
     precisions = [j.about.get("precision") for j in c.judged]
     if any(precisions):
         rows.append(("trained in", *(PRECISIONS.get(kind, kind or "?") for kind in precisions)))
@@ -213,6 +216,7 @@ def _curves_by_iou(c: Comparison) -> dict[str, np.ndarray]:
 
 
 def differences(c: Comparison) -> str:
+    """Return an HTML table of all differences from the first detector, with their 95 % intervals in percent points."""
     rows = []
     for d in c.differences:
         points = (f"{value * 100:+.2f}" for value in (d.value, d.low, d.high))
@@ -225,6 +229,8 @@ def differences(c: Comparison) -> str:
 
 
 def seeds(c: Comparison) -> str:
+    """Return HTML with mean and standard deviation of the metrics of runs that differ only in their seed; "" if there
+    are none."""
     parts = []
     for names, values in c.groups.items():
         rows = [(metric, f"{mean:.4f}", f"{spread:.4f}") for metric, (mean, spread) in values.items()]
@@ -258,6 +264,7 @@ def classes(c: Comparison) -> str:
 
 
 def changed(c: Comparison, maker: PictureMaker) -> str:
+    """Return HTML with the images that differ most between the first and the last detector; "" if none can be shown."""
     pair = (c.judged[0], c.judged[-1])
     shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
-    return LEGEND + shown if shown else ""
+    return LEGEND_OF_IMAGES + shown if shown else ""

@@ -67,6 +67,8 @@ class Errors:
 
 
 def tide_errors(matches: Matches) -> Errors:
+    """Sort the wrong predictions and missed boxes into kinds, and compute the AP50 that each kind costs (TIDE, Bolya et
+    al. 2020)."""
     m = matches
     first = np.searchsorted(m.found.image_index, m.found.image_index)
     counted = np.arange(len(m.found)) - first < MAX_PER_IMAGE
@@ -175,6 +177,11 @@ class Stratum:
 
 
 def strata(matches: Matches, threshold: float) -> list[Stratum]:
+    """Return the groups of objects, such as small ones, with their recall; crowds are left out, and so are empty
+    groups.
+
+    threshold: score above which predictions count in `Stratum.recall`.
+    """
     m = matches
     rows = np.flatnonzero(~m.crowd)
     at_any = np.zeros(len(m.truth), bool)

@@ -1,16 +1,27 @@
 """Reads the facts about a run for its report from the run folder, and makes the command that continues the run."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import read_json
+from toolkit.base.files import from_here, read_json
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import format_value, newest_config, read_groups
 from toolkit.run.status import true_status
+
+STATES = {  # of `status.json`, in words
+    "running": "Still running",
+    "done": "Finished",
+    "preempted": "Interrupted",
+    "stopped_by_guard": "Stopped by the guard",
+    "bad_input": "Stopped by wrong data or settings",
+    "failed": "Failed",
+}
+OF_BOXES = re.compile(r"(val|test)/(ema/)?(bbox_|voc|AP/)")  # keys of metrics
 
 
 @dataclass
@@ -18,10 +29,11 @@ class RunFacts:
     """Metrics, settings and environment of a run. All are empty if predictions without a run are reported.
 
     Attributes:
-        rows: rows of metrics.jsonl.
+        rows: rows of metrics.jsonl; of a run that is given boxes and classes (predcls), without the metrics of boxes,
+            all of which are 1.
         config, config_text: the newest settings, parsed and as text; `config_name` is the name of their file.
         environment_text: environment.json as text.
-        state: state and reason in `status.json`, as text.
+        state: a sentence on how the run stands, such as "Finished after 489 steps (run.max_minutes).".
         ended: a phrase that says what ended the training; "": it is not known.
         go_on: the command that continues the run for the same length again.
         ended_by: keys of the settings that ended the training, see `toolkit.run.status.ENDINGS`.
@@ -54,13 +66,15 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
     ended_by = status.get("ended_by") or []
     status |= {"state": state, "reason": status.get("reason") if ended_by else ""} if state else {}
     rows = read_metrics(run_folder / "metrics.jsonl")
+    if settings.get("model", {}).get("mode") == "predcls":
+        rows = [{key: value for key, value in row.items() if not OF_BOXES.match(key)} for row in rows]
     run = RunFacts(
         rows,
         settings,
         config.name,
         config.read_text(encoding="utf-8") if settings else "",
         json.dumps(environment, indent=2) if environment else "",
-        ", ".join(f"{key} {status[key]}" for key in ("state", "reason") if status.get(key)),
+        _state(status, rows),
         status.get("reason", "") if ended_by else "",
         ended_by=ended_by,
     )
@@ -75,6 +89,19 @@ def run_facts(run_folder: Path | None, state: str = "") -> RunFacts:
         )
         run.go_on = command_that_goes_on(flags, environment.get("command_line") or [], config)
     return run
+
+
+def _state(status: Mapping, rows: Sequence[Mapping]) -> str:
+    """Return a sentence on how a run stands; "" if it is not known."""
+    if not status.get("state"):
+        return ""
+    words = STATES.get(status["state"], status["state"])
+    if rows and "step" in rows[-1]:
+        words += f" after {rows[-1]['step']} steps"
+    if status["state"] == "done" and status.get("ended_by"):
+        return f"{words} ({', '.join(status['ended_by'])})."
+    reason = (status.get("reason") or "").rstrip(".")
+    return f"{words}: {reason}." if reason else f"{words}."
 
 
 def epochs_made(trained: Sequence[Mapping], steps_per_epoch: float) -> float:
@@ -177,9 +204,9 @@ def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], conf
         [
             "accelerate",
             "launch",
-            str(script),
+            from_here(script),
             "--config",
-            str(config_file),
+            from_here(config_file),
             *flags,
         ]
     )

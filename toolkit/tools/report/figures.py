@@ -8,7 +8,7 @@ import numpy as np
 
 from toolkit.evaluation.matches import IOU_THRESHOLDS
 from toolkit.tools.report.charts import BarChart, ChartLine, LineChart, MatrixChart
-from toolkit.tools.report.thresholds import Calibration, Point, ThresholdSweep
+from toolkit.tools.report.thresholds import Calibration, OperatingPoint, ThresholdSweep, threshold_text
 
 AUXILIARY_ENDING = re.compile(r"(_(\d+|aux|enc|dn|pre))+$")  # of losses of other layers, as in toolkit.step.losses
 SMOOTHED_FROM = 20  # points
@@ -182,14 +182,14 @@ def _class_ap_chart(rows, names: Sequence[str]) -> LineChart:
     )
 
 
-def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: Point | None = None) -> LineChart:
+def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: OperatingPoint | None = None) -> LineChart:
     """Return a chart of F1 against score for each of the `sweeps`, by name. best: the point to mark; None: no mark."""
     lines = [ChartLine(name, sweep.score, sweep.f1, i) for i, (name, sweep) in enumerate(sweeps.items())]
-    marks = [] if best is None else [(best.threshold, f"{best.threshold:g}: F1 {best.f1:.3f}")]
+    marks = [] if best is None else [(best.threshold, f"{threshold_text(best.threshold)}: F1 {best.f1:.3f}")]
     return LineChart(
         "F1 against score, IoU 0.5",
         lines,
-        "a prediction needs this score",
+        "score threshold",
         (0, 1),
         (0, 1),
         marks=marks,
@@ -197,6 +197,7 @@ def f1_chart(sweeps: Mapping[str, ThresholdSweep], best: Point | None = None) ->
 
 
 def precision_recall_chart(sweeps: Mapping[str, ThresholdSweep]) -> LineChart:
+    """Return a chart of precision against recall for each of the `sweeps`, by name."""
     lines = [ChartLine(name, sweep.recall, sweep.precision, i) for i, (name, sweep) in enumerate(sweeps.items())]
     return LineChart("Precision against recall, IoU 0.5", lines, "recall", (0, 1), (0, 1))
 
@@ -204,10 +205,11 @@ def precision_recall_chart(sweeps: Mapping[str, ThresholdSweep]) -> LineChart:
 def iou_chart(ap_by_iou: Mapping[str, Sequence[float]]) -> LineChart:
     """Return a chart of AP against IoU; ap_by_iou has, by name of the detector, AP at the 10 `IOU_THRESHOLDS`."""
     lines = [ChartLine(name, IOU_THRESHOLDS, ap, i, dots=True) for i, (name, ap) in enumerate(ap_by_iou.items())]
-    return LineChart("AP against the IoU that counts as found", lines, "IoU", y_range=(0, 1))
+    return LineChart("AP by IoU threshold", lines, "IoU", y_range=(0, 1))
 
 
 def calibration_chart(c: Calibration) -> LineChart:
+    """Return a chart of the share of right predictions against their score."""
     lines = [ChartLine("perfect", [0, 1], [0, 1], 1, dashed=True), ChartLine("found", c.score, c.precision, dots=True)]
     title = "Calibration: how often a prediction with this score is right"
     return LineChart(title, lines, "score", (0, 1), (0, 1))
@@ -218,7 +220,7 @@ def confusion_chart(matrix: np.ndarray, names: Sequence[str], threshold: float) 
 
     threshold: score threshold of the matrix, for the title.
     """
-    title = f"Boxes by class, predictions above {threshold:g}, IoU 0.5"
+    title = f"Boxes by class, predictions above {threshold_text(threshold)}, IoU 0.5"
     return MatrixChart(
         title,
         matrix,
@@ -230,6 +232,7 @@ def confusion_chart(matrix: np.ndarray, names: Sequence[str], threshold: float) 
 
 
 def class_ap_chart(ap: Mapping[str, float]) -> BarChart:
+    """Return a chart of bars of the AP of each class, from 0 to 1, by name."""
     return BarChart(
         "AP of each class",
         [(name, value, f"{value:.3f}") for name, value in ap.items()],

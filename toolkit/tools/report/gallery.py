@@ -25,11 +25,15 @@ PICTURE_SIDE_PX = 360  # longest side of a picture, in pixels
 TRUTH_COLOUR, CORRECT_COLOUR, WRONG_COLOUR = "#F0E442", "#56B4E9", "#D55E00"  # Okabe & Ito
 BUDGET_BYTES = 3_200_000  # bytes of all pictures of a page, before base64 makes a third more of them
 WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, MAX_LISTED = 6, 4, 12, 200
+MAX_NAMED = 5  # predictions of a whole image; names on more would hide it
 LEGEND = (
     '<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed), '
     '<span class=sw style="background:#56B4E9"></span> predicted and right, '
     '<span class=sw style="background:#D55E00"></span> predicted and wrong. '
     "A picture links to its image.</p>"
+)
+LEGEND_OF_IMAGES = LEGEND + paragraph(
+    f"Of more than {MAX_NAMED} predictions in an image, only the wrong ones are named.", "dim"
 )
 
 
@@ -133,6 +137,7 @@ def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int,
 
 
 def images(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with the images of the lowest and of the highest F1."""
     counts = judged.image_counts
     f1 = judged.image_f1
     with_boxes = np.flatnonzero(counts.sum(axis=1) > 0)
@@ -142,13 +147,14 @@ def images(judged: Judgement, maker: PictureMaker) -> str:
     best = with_boxes[np.lexsort((-counts[with_boxes, 0], -f1[with_boxes]))]
     best = best[~np.isin(best, worst)][:WHOLE_IMAGES]
     chosen = {"Worst images": worst.tolist(), "Best images": best.tolist()}
-    return _with_legend({name: [whole_image(judged, maker, i) for i in rows] for name, rows in chosen.items()})
+    parts = {name: [whole_image(judged, maker, i) for i in rows] for name, rows in chosen.items()}
+    return _with_legend(parts, LEGEND_OF_IMAGES)
 
 
-def _with_legend(parts: Mapping[str, Sequence[str]]) -> str:
+def _with_legend(parts: Mapping[str, Sequence[str]], legend: str = LEGEND) -> str:
     """Return pictures by heading, below a legend; "" without pictures."""
     shown = "".join(under(heading, pictures(of)) for heading, of in parts.items())
-    return LEGEND + shown if shown else ""
+    return legend + shown if shown else ""
 
 
 def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = "") -> str:
@@ -165,7 +171,7 @@ def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = 
     right, wrong, missed = judged.image_counts[image].tolist()
     marks = [replace(_annotated(m, row), text="") for row in truth]
     marks += [_predicted(m, row, CORRECT_COLOUR if m.right[row] else WRONG_COLOUR) for row in predicted[::-1]]
-    if len(predicted) > 5:  # names on everything would hide the image
+    if len(predicted) > MAX_NAMED:
         marks = [mark if mark.colour == WRONG_COLOUR else replace(mark, text="") for mark in marks]
     counted = f"{right} right, {wrong} wrong, {missed} missed"
     caption = f"{name}{judged.table.image_name(image)}: F1 {judged.image_f1[image]:.2f}; {counted}"
@@ -173,12 +179,14 @@ def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = 
 
 
 def mistakes(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with wrong predictions of each kind, those with the highest scores, and the largest missed boxes."""
     m = judged.matches
     parts = {}
     for kind in ERROR_KINDS[:-1]:
         rows = judged.errors.of(kind)
         rows = rows[np.argsort(-m.found.scores[rows], kind="stable")][:OF_EACH_KIND]
-        parts[f"{kind.capitalize()}: {ERROR_MEANINGS[kind]}"] = [_mistake(judged, maker, row) for row in rows.tolist()]
+        shown = [_mistake(judged, maker, row, kind) for row in rows.tolist()]
+        parts[f"{kind.capitalize()}: {ERROR_MEANINGS[kind]}"] = shown
     missed = np.flatnonzero(judged.errors.missed)
     missed = missed[np.argsort(-m.truth.area[missed], kind="stable")][:OF_EACH_KIND]
     missed_pictures = [_missed(judged, maker, row) for row in missed.tolist()]
@@ -186,12 +194,18 @@ def mistakes(judged: Judgement, maker: PictureMaker) -> str:
     return _with_legend(parts)
 
 
-def _mistake(judged: Judgement, maker: PictureMaker, row: int) -> str:
+def _mistake(judged: Judgement, maker: PictureMaker, row: int, kind: str) -> str:
     m = judged.matches
     image = int(judged.matches.found.image_index[row])
     near = (m.det == row) & ~m.crowd[m.gt]
     marks = [*(_annotated(m, gt) for gt in m.gt[near]), _predicted(m, row, WRONG_COLOUR)]
-    overlap = f"largest IoU {m.iou[near].max():.2f}" if near.any() else "overlaps no box"
+    # A prediction at a wrong place belongs to an object of its class, though it may overlap another one more.
+    belongs = near & m.same_class if kind == "localisation" else near
+    pairs = np.flatnonzero(belongs)
+    overlap = "overlaps no box"
+    if len(pairs):
+        nearest = pairs[m.iou[pairs].argmax()]
+        overlap = f"IoU {m.iou[nearest]:.2f} with {m.class_names[m.truth.labels[m.gt[nearest]]]}"
     name = m.class_names[m.found.labels[row]]
     caption = f"{judged.table.image_name(image)}: {name}, score {m.found.scores[row]:.2f}, {overlap}"
     return maker.of(image, marks, caption, focus=m.found.xyxy[row])
@@ -204,6 +218,7 @@ def _missed(judged: Judgement, maker: PictureMaker, row: int) -> str:
 
 
 def annotation_mistakes(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with the boxes that may be annotated wrongly, as numbers, pictures and a list; "" without any."""
     if not judged.suspects:
         return ""
     by_kind = {kind: [suspect for suspect in judged.suspects if suspect.kind == kind] for kind in SUSPICIONS}

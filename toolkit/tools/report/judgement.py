@@ -17,7 +17,7 @@ from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.detection_errors import strata, tide_errors
 from toolkit.tools.report.suspects import Suspect, suspects
-from toolkit.tools.report.thresholds import WANTED_PRECISION, Point, calibration, confusion_matrix, sweep
+from toolkit.tools.report.thresholds import WANTED_PRECISION, OperatingPoint, calibration, confusion_matrix, sweep
 
 
 class Judgement:
@@ -113,6 +113,11 @@ class Judgement:
         return row
 
     @property
+    def boxes_given(self) -> bool:
+        """Whether the detector was given the annotated boxes (predcls, sgcls), so that finding them is no merit."""
+        return self.graphs is not None and self.graphs.boxes_given
+
+    @property
     def iou(self) -> str:
         """The words for what `matches` were matched by, such as "IoU of masks"."""
         return "IoU of masks" if self.matches.by_mask else "IoU"
@@ -189,7 +194,7 @@ def as_json(judged: Judgement) -> dict:
     return content
 
 
-def _classes_as_json(judged: Judgement, best: Sequence[Point | None]) -> dict[str, dict]:
+def _classes_as_json(judged: Judgement, best: Sequence[OperatingPoint | None]) -> dict[str, dict]:
     """Return the numbers of each class by its name. best: the point of the best F1 of each class."""
     classes = {}
     for k, name in enumerate(judged.matches.class_names):
@@ -211,7 +216,7 @@ def _by_iou(values: np.ndarray) -> dict[str, float]:
     return dict(zip((f"{iou:.2f}" for iou in IOU_THRESHOLDS), values.tolist(), strict=True))
 
 
-def _point_as_json(point: Point | None) -> dict | None:
+def _point_as_json(point: OperatingPoint | None) -> dict | None:
     return None if point is None else asdict(point)
 
 

@@ -48,11 +48,12 @@ def write_markdown(run_folder: Path, run: RunFacts) -> Path:
 
 def _state(run: RunFacts) -> str:
     last = run.rows[-1] if run.rows else {}
-    words = [run.state] if run.state else []
-    words += [f"step {last['step']}"] if "step" in last else ["no step yet"]
+    words = [] if "step" in last else ["no step yet"]
+    words += [f"step {last['step']}"] if "step" in last and not run.state else []
     words += [f"epoch {last['epoch']}"] if "epoch" in last else []
     words += [f"{last['time_s'] / 60:.1f} minutes"] if "time_s" in last else []
-    return ", ".join(words)
+    text = ", ".join(words)
+    return f"{run.state} {text[:1].upper()}{text[1:]}.".lstrip()
 
 
 def _numbers(rows: list[dict]) -> list[str]:

@@ -10,8 +10,14 @@ from toolkit.tools.report.style import STYLE
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # a browser makes no requests
 
 
-def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """Return the text of an HTML page. sections: (id, heading, HTML) of each; sections without HTML are left out."""
+def page(title: str, subtitles: Sequence[str], sections: Sequence[tuple[str, str, str]]) -> str:
+    """Return the text of an HTML page.
+
+    Args:
+        subtitles: lines below the title.
+        sections: (id, heading, HTML) of each; sections without HTML are left out.
+    """
+    below = "".join(paragraph(line, "dim") for line in subtitles)
     shown = [(key, heading, html) for key, heading, html in sections if html]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in shown)
     body = "\n".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{html}</section>' for key, heading, html in shown)
@@ -20,7 +26,7 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) ->
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<link rel=icon href="data:,"><style>{STYLE}</style></head>\n'
-        f"<body><header><h1>{escape(title)}</h1><p class=dim>{escape(subtitle)}</p></header>"
+        f"<body><header><h1>{escape(title)}</h1>{below}</header>"
         f"<nav><div>{links}</div></nav><main>\n{body}\n</main></body></html>\n"
     )
 
@@ -50,15 +56,18 @@ class Html(str):
 
 
 def paragraph(text: str, css: str = "") -> str:
+    """Return an HTML paragraph with this text, which is escaped. css: name of its class."""
     return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
 
 
 def charts(of: Sequence[Chart]) -> str:
+    """Return the charts as HTML, side by side; "" if all are empty."""
     shown = "".join(map(svg, of))
     return f"<div class=charts>{shown}</div>" if shown else ""
 
 
 def pictures(parts: Sequence[str]) -> str:
+    """Return the HTML of pictures, side by side; "" if all are ""."""
     shown = [part for part in parts if part]
     return f"<div class=pictures>{''.join(shown)}</div>" if shown else ""
 
@@ -69,12 +78,15 @@ def under(heading: str, html: str) -> str:
 
 
 def folded(summary: str, html: str) -> str:
+    """Return `html` folded below a summary, which is escaped; "" if `html` is empty."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>" if html else ""
 
 
 def number(value: float | None, digits: int = 3) -> str:
+    """Format a number with `digits` decimals; "–" for None and NaN."""
     return "–" if value is None or value != value else f"{value:.{digits}f}"
 
 
 def with_interval(value: float | None, interval: tuple[float, float] | None) -> str:
+    """Format a number, followed by the (low, high) ends of its interval if there is one."""
     return number(value) if interval is None else f"{number(value)} ({number(interval[0])} to {number(interval[1])})"

@@ -14,32 +14,65 @@ from toolkit.tools.report.detection_errors import ERROR_KINDS, ERROR_MEANINGS, H
 from toolkit.tools.report.facts import RunFacts
 from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, folded, number, paragraph, table, under
-from toolkit.tools.report.thresholds import WANTED_PRECISION, Point
+from toolkit.tools.report.thresholds import WANTED_PRECISION, OperatingPoint, threshold_text
 
 MAX_MATRIX_CLASSES = 30  # of a confusion matrix
 MAX_CURVES = 8
 HEADLINES = ("AP", "AP50", "segm_AP", "segm_AP50")  # titles of the metrics in the first lines of a page
+RELATION_HEADLINES = {
+    "R@20": "recall of the 20 best relations of an image",
+    "mR@20": "the same, mean over predicates",
+    "ngR@50": "50 best, any number of predicates for a pair",
+}
 
 
 def summary_cards(judged: Judgement) -> str:
-    best = judged.overall.best
-    cards = []
-    for metric in metrics_of([judged.row], "boxes", "masks"):
-        if metric.title in HEADLINES:
-            cards.append((metric.title, number(judged.row[metric.key]), _interval_words(judged, metric.title)))
-    if best is not None:
-        cards += [
-            ("threshold of the best F1", f"{best.threshold:g}", "deploy with scores above it"),
-            ("F1 there", number(best.f1), f"precision {best.precision:.3f}, recall {best.recall:.3f}"),
-        ]
-    if judged.graphs is not None:
-        recalls = {name: number(judged.graphs.row.get(name)) for name in ("R@100", "mR@100")}
-        cards += [(f"{name}, {judged.graphs.mode}", recall, "relations") for name, recall in recalls.items()]
+    """Return HTML cards with the headline metrics: of relations first, then of boxes and masks, if they were found."""
+    cards = _relation_cards(judged)
+    if not judged.boxes_given:
+        cards += _detection_cards(judged)
     shown = "".join(
         f"<div><span>{escape(name)}</span><b>{escape(value)}</b><span>{escape(words)}</span></div>"
         for name, value, words in cards
     )
     return f"<div class=figures>{shown}</div>"
+
+
+def _relation_cards(judged: Judgement) -> list[tuple[str, str, str]]:
+    """Return (name, value, explanation) of the most important metrics of relations; [] without relations."""
+    graphs = judged.graphs
+    if graphs is None:
+        return []
+    cards = []
+    for name, words in RELATION_HEADLINES.items():
+        cards.append((f"{name}, {graphs.mode}", number(graphs.row.get(name)), words))
+    if graphs.whole is not None:
+        cards.append(("complete images", f"{graphs.whole:.1%}", "with all relations among the 100 best"))
+    return cards
+
+
+def _detection_cards(judged: Judgement) -> list[tuple[str, str, str]]:
+    """Return (name, value, explanation) of the most important metrics of boxes and masks, and of the best threshold."""
+    cards = []
+    for metric in metrics_of([judged.row], "boxes", "masks"):
+        if metric.title in HEADLINES:
+            value = number(judged.row[metric.key])
+            cards.append((_card_title(judged, metric.title), value, _interval_words(judged, metric.title)))
+    best = judged.overall.best
+    if best is not None:
+        reached = f"precision {best.precision:.3f}, recall {best.recall:.3f}"
+        cards += [
+            ("best-F1 threshold", threshold_text(best.threshold), "deploy with scores above it"),
+            ("F1 at this threshold", number(best.f1), reached),
+        ]
+    return cards
+
+
+def _card_title(judged: Judgement, title: str) -> str:
+    """Return a title such as "masks: AP" for "segm_AP"; without masks and relations, there are only boxes to name."""
+    if title.startswith("segm_"):
+        return f"masks: {title.removeprefix('segm_')}"
+    return f"boxes: {title}" if judged.matches.by_mask or judged.graphs is not None else title
 
 
 def _interval_words(judged: Judgement, name: str) -> str:
@@ -48,9 +81,10 @@ def _interval_words(judged: Judgement, name: str) -> str:
 
 
 def advice(suggestions: list[Advice]) -> str:
+    """Return HTML with a card for each suggestion."""
     return "".join(
         f"<div class=advice><p><b>{escape(a.topic)}.</b> {escape(a.evidence)}</p><p>{_flags(a.advice)}</p>"
-        f"{f'<pre>{escape(a.command)}</pre>' if a.command else ''}</div>"
+        f"{f'<pre>{_flags(a.command)}</pre>' if a.command else ''}</div>"
         for a in suggestions
     )
 
@@ -61,13 +95,14 @@ def _flags(text: str) -> str:
 
 
 def numbers_table(judged: Judgement) -> str:
+    """Return HTML with a table of all metrics and their intervals, AP against IoU, and a table of the classes."""
     rows = []
     for metric in metrics_of([judged.row], "boxes", "masks", "voc"):
         low_high = _low_high(judged.intervals.get(metric.title))  # of VOC's there is none
         rows.append((metric.title, number(judged.row[metric.key]), *low_high, metric.meaning))
     text = (
-        f"Intervals: 95 % of {NUM_DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, moved to "
-        "have the number as their mean. They show how far other images of the same kind may give other numbers."
+        f"Intervals: 95 % of {NUM_DRAWS:,} bootstrap samples of the {judged.matches.num_images:,} images, centred on "
+        "the measured value. They show how much a number would vary with other images of the same kind."
     )
     return (
         table(["", "value", "95 % from", "to", ""], rows, text=(0, 4))
@@ -94,21 +129,20 @@ def _class_table(judged: Judgement) -> str:
     return "<h3>By class</h3>" + table(head, sorted(rows, key=lambda row: row[2] == "–"))
 
 
-def _point_cells(point: Point | None) -> list[str]:
+def _point_cells(point: OperatingPoint | None) -> list[str]:
     """Return the threshold, F1, precision and recall as text."""
     if point is None:
         return ["–"] * 4
-    return [f"{point.threshold:g}", *(f"{v:.3f}" for v in (point.f1, point.precision, point.recall))]
+    return [threshold_text(point.threshold), *(f"{v:.3f}" for v in (point.f1, point.precision, point.recall))]
 
 
 def thresholds(judged: Judgement) -> str:
+    """Return HTML with a table of recommended score thresholds, and charts of precision, recall, F1 and calibration."""
     overall = judged.overall
     if overall.best is None:
         return paragraph(f"No prediction finds a box at {judged.iou} 0.5, so a threshold cannot be chosen.")
-    points = {"best F1": overall.best}
-    points |= {f"precision of {wanted:g}": overall.at_precision(wanted) for wanted in WANTED_PRECISION}
     rows = []
-    for wanted, point in points.items():
+    for wanted, point in {"best F1": overall.best, **_points_by_precision(judged)}.items():
         threshold, f1, *others = _point_cells(point)
         rows.append((wanted, "–", "not reached", "", "") if point is None else (wanted, threshold, *others, f1))
     names = judged.matches.class_names
@@ -129,6 +163,18 @@ def thresholds(judged: Judgement) -> str:
     return table(["wanted", "threshold", "precision", "recall", "F1"], rows) + paragraph(words, "dim") + charts(parts)
 
 
+def _points_by_precision(judged: Judgement) -> dict[str, OperatingPoint | None]:
+    """Return the points of the wanted precisions by a name; wanted precisions with the same point have one name."""
+    names: dict[OperatingPoint | None, list[float]] = {}
+    for wanted in WANTED_PRECISION:
+        names.setdefault(judged.overall.at_precision(wanted), []).append(wanted)
+    points = {}
+    for point, precisions in names.items():
+        first_to_last = dict.fromkeys((f"{precisions[0]:g}", f"{precisions[-1]:g}"))
+        points[f"precision of {' to '.join(first_to_last)}"] = point
+    return points
+
+
 def _curve_classes(judged: Judgement) -> list[int]:
     """Return labels of at most seven classes with an AP, best first: all, or the three best and the three worst."""
     order = np.argsort(-np.nan_to_num(judged.class_ap), kind="stable")
@@ -137,6 +183,8 @@ def _curve_classes(judged: Judgement) -> list[int]:
 
 
 def confusion(judged: Judgement) -> str:
+    """Return HTML with the confusion matrix, of at most `MAX_MATRIX_CLASSES` classes, and the pairs most often
+    confused."""
     matrix = judged.matrix
     names = list(judged.matches.class_names)
     k = len(names)
@@ -150,8 +198,8 @@ def confusion(judged: Judgement) -> str:
         most = f"the {MAX_MATRIX_CLASSES} of {k} classes with the most mistakes"
         note = f" Shown are {most}; report.json has all of them."
     text = (
-        f"Predictions above {judged.threshold:g} at {judged.iou} 0.5. A row shows how the boxes of a class were "
-        f"predicted and sums to their number; the last row is predictions where no box is.{note}"
+        f"Predictions above {threshold_text(judged.threshold)} at {judged.iou} 0.5. A row shows how the boxes of a "
+        f"class were predicted and sums to their number; the last row is predictions where no box is.{note}"
     )
     part = matrix[np.ix_([*chosen, k], [*chosen, k])]
     shown = svg(
@@ -171,6 +219,7 @@ def confusion(judged: Judgement) -> str:
 
 
 def errors(judged: Judgement) -> str:
+    """Return HTML with the AP50 that each kind of mistake costs, and the recall by group of objects."""
     e = judged.errors
     counts = {kind: len(e.of(kind)) for kind in ERROR_KINDS} | {"missed": int(e.missed.sum())}
     bars = [(kind, cost, f"{cost:.3f}") for kind, cost in e.cost.items()]  # those of KINDS, then the special ones
@@ -181,12 +230,12 @@ def errors(judged: Judgement) -> str:
     )
     parts = [
         BarChart("AP50 that each kind of mistake costs", bars[: len(ERROR_KINDS)]),
-        BarChart("… and all wrong predictions, all unfound boxes", bars[len(ERROR_KINDS) :]),
+        BarChart("AP50 that all false positives, or all false negatives, cost", bars[len(ERROR_KINDS) :]),
     ]
     return (
         paragraph(text, "dim")
         + charts(parts)
-        + table(["kind", "mistakes", "cost in AP50", "what it is"], rows, text=(0, 3))
+        + table(["kind", "mistakes at any score", "cost in AP50", "what it is"], rows, text=(0, 3))
         + _strata(judged)
     )
 
@@ -198,7 +247,7 @@ def _strata(judged: Judgement) -> str:
         for topic in topics
         for i, s in enumerate(s for s in judged.strata if s.topic == topic)
     ]
-    head = ["objects by", "", "boxes", f"found above {judged.threshold:g}", "found at any score"]
+    head = ["objects by", "", "boxes", f"found above {threshold_text(judged.threshold)}", "found at any score"]
     places = {s.name: s for s in judged.strata if s.topic == "place in the image"}
     lines = []
     for v in VERTICAL:
@@ -206,14 +255,16 @@ def _strata(judged: Judgement) -> str:
         shown = (Html(f"{s.recall:.3f} <span class=dim>of {s.boxes}</span>") if s else "–" for s in cells)
         lines.append((v, *shown))
     grid = table(["centre of the box", *HORIZONTAL], lines)
-    return "<h3>What is found, by what the object is like</h3>" + table(head, rows, text=(0, 1)) + grid
+    return "<h3>Recall by object property</h3>" + table(head, rows, text=(0, 1)) + grid
 
 
 def training(run: RunFacts) -> str:
+    """Return HTML with the charts of the training; "" without any."""
     groups = figures.training_charts(run.rows)
     return "".join(under(heading, charts(group)) for heading, group in groups.items())
 
 
 def settings_and_environment(run: RunFacts) -> str:
+    """Return HTML with the settings and the environment of a run, folded; "" without both."""
     texts = {f"Settings ({run.config_name})": run.config_text, "Environment": run.environment_text}
     return "".join(folded(heading, f"<pre>{escape(text)}</pre>") for heading, text in texts.items() if text)

@@ -26,13 +26,13 @@ class ThresholdSweep:
     total: int
 
     @property
-    def best(self) -> "Point | None":
+    def best(self) -> "OperatingPoint | None":
         """The point with the highest F1, and of several such points the highest score; None if F1 is 0 everywhere."""
         if not len(self.f1) or not self.f1.max() > 0:
             return None
         return self.point(int(np.argmax(self.f1)))
 
-    def at_precision(self, wanted: float) -> "Point | None":
+    def at_precision(self, wanted: float) -> "OperatingPoint | None":
         """Return the point with the highest recall among those with at least the precision `wanted`, or None."""
         rows = np.flatnonzero(self.precision >= wanted - 1e-12)
         if not len(rows):
@@ -40,9 +40,10 @@ class ThresholdSweep:
         best = rows[np.argmax(self.recall[rows])]
         return self.point(int(best))
 
-    def point(self, row: int) -> "Point":
+    def point(self, row: int) -> "OperatingPoint":
+        """Return the point in a row, whose threshold lies between this score and the next lower one."""
         low = float(self.score[row + 1]) if row + 1 < len(self.score) else 0.0
-        return Point(
+        return OperatingPoint(
             _between(low, float(self.score[row])),
             float(self.precision[row]),
             float(self.recall[row]),
@@ -51,7 +52,7 @@ class ThresholdSweep:
 
 
 @dataclass(frozen=True)
-class Point:
+class OperatingPoint:
     """A score threshold and its precision, recall and F1.
 
     No score is equal to the threshold, so it does not matter whether scores must be above it or at least equal.
@@ -61,6 +62,12 @@ class Point:
     precision: float
     recall: float
     f1: float
+
+
+def threshold_text(threshold: float) -> str:
+    """Format a score threshold with three digits, or with more if it would become 0 or 1 by that."""
+    text = f"{threshold:.3f}"
+    return f"{threshold:g}" if text in ("0.000", "1.000") else text
 
 
 def sweep(matches: Matches, label: int | None = None) -> ThresholdSweep:
@@ -111,6 +118,8 @@ class Calibration:
 
 
 def calibration(matches: Matches, bins: int = 10) -> Calibration:
+    """Compute the calibration of the predictions that count as right or wrong at IoU 0.5. bins: number of bins of
+    scores."""
     rows = np.flatnonzero(matches.counts)
     scores = matches.found.scores[rows]
     right = matches.right[rows]

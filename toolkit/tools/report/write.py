@@ -1,5 +1,6 @@
 """Writes the report of one detector, or of several: `index.html`, and `report.json` with its numbers."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from toolkit.tools.report.page import page, paragraph
 
 PAGE_FILE = "index.html"
 REPORT_FILE = "report.json"
+OF_A_RUN = re.compile(r".*, step (\d+) \((ema|model|raw) weights\)")  # the description of a run's detector
 
 
 def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str) -> Path:
@@ -35,13 +37,15 @@ def write_page(folder: Path, judged: Judgement | None, run: RunFacts, title: str
         write_json(folder / REPORT_FILE, replace_nonfinite(as_json(judged)))
     parts.append(("training", "Training", sections.training(run)))
     parts.append(("settings", "Settings", sections.settings_and_environment(run)))
-    write_text_atomic(folder / PAGE_FILE, page(title, _facts(judged, run), parts))
+    write_text_atomic(folder / PAGE_FILE, page(title, _subtitles(judged, run), parts))
     return folder / PAGE_FILE
 
 
 def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
     if not judged.matches.num_truth.sum():
         return [("summary", "Summary", paragraph("There are no annotated boxes: nothing can be measured."))]
+    if judged.boxes_given:
+        return _sections_of_given_boxes(judged, run, folder)
     maker = PictureMaker(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
     images = gallery.images(judged, maker)
@@ -50,14 +54,26 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
     return [
         ("summary", "Summary", sections.summary_cards(judged)),
         ("next", "What to try next", sections.advice(advise(judged, run))),
+        ("graphs", "Scene graphs", graphs),
         ("numbers", "Numbers", sections.numbers_table(judged)),
         ("thresholds", "Thresholds", sections.thresholds(judged)),
-        ("graphs", "Scene graphs", graphs),
         ("confusion", "Confusion", sections.confusion(judged)),
         ("errors", "Mistakes", sections.errors(judged)),
         ("images", "Images", images + maker.notes()),
         ("confident", "Confident mistakes", mistakes),
-        ("annotation", "Likely mistakes of the annotation", annotation),
+        ("annotation", "Annotation errors?", annotation),
+    ]
+
+
+def _sections_of_given_boxes(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str, str, str]]:
+    """Return the sections on a detector that was given the boxes: those on finding them would be all 1 and empty."""
+    maker = PictureMaker(judged.table, folder)
+    graphs = judged.graphs.section(judged, maker, page_parts)
+    return [
+        ("summary", "Summary", sections.summary_cards(judged)),
+        ("next", "What to try next", sections.advice(advise(judged, run))),
+        ("graphs", "Scene graphs", graphs + maker.notes()),
+        ("confusion", "Confusion", "" if judged.graphs.classes_given else sections.confusion(judged)),
     ]
 
 
@@ -82,7 +98,8 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
         ("images", "Images that changed most", changed + maker.notes()),
     ]
     title = "Comparison of " + ", ".join(judgement.name for judgement in judged)
-    write_text_atomic(folder / PAGE_FILE, page(title, _data_words(judged[0]), parts))
+    lines = [f"Evaluated on {_counts(judged[0])}.", _data(judged[0])]
+    write_text_atomic(folder / PAGE_FILE, page(title, lines, parts))
     differences = [
         {name: getattr(d, name) for name in ("metric", "base", "other", "value")}
         | {"interval_95": [d.low, d.high], "explained_by_chance": d.chance}
@@ -97,18 +114,31 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
     return folder / PAGE_FILE
 
 
-def _facts(judged: Judgement | None, run: RunFacts) -> str:
-    words = [run.state] if run.state else []
-    if judged is not None:
-        words += [str(judged.about["detector"])] if judged.about.get("detector") else []
-        words.append(_data_words(judged))
-    return "; ".join(words)
+def _subtitles(judged: Judgement | None, run: RunFacts) -> list[str]:
+    """Return the lines below the title: how the run ended and what was evaluated, and on which data."""
+    if judged is None:
+        return [run.state] if run.state else []
+    evaluated = f"Evaluated: {_detector(judged)} on {_counts(judged)}."
+    return [f"{run.state} {evaluated}".lstrip(), _data(judged)]
 
 
-def _data_words(judged: Judgement) -> str:
+def _detector(judged: Judgement) -> str:
+    described = str(judged.about.get("detector") or judged.name)
+    of_a_run = OF_A_RUN.fullmatch(described)
+    if of_a_run is None:
+        return described
+    step, kind = of_a_run.groups()
+    return f"{'averaged weights' if kind == 'ema' else 'weights'} of step {step}"
+
+
+def _counts(judged: Judgement) -> str:
     m = judged.matches
     counts = {"images": m.num_images, "boxes": int(m.num_truth.sum()), "crowd_regions": int(m.crowd.sum())}
-    words = f"{judged.table.name}: {counted_boxes(counts)}, {m.num_classes} classes"
+    words = f"{counted_boxes(counts)}, {m.num_classes} classes"
     if judged.table.class_map:
         words += f" (data.classes: {describe_class_map(judged.table.class_map)})"
     return words
+
+
+def _data(judged: Judgement) -> str:
+    return f"Data: {judged.table.name}"

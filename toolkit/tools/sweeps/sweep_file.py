@@ -37,7 +37,7 @@ COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
 
 @dataclass(frozen=True)
 class Parameter:
-    """The search space of one setting.
+    """The search space of a setting.
 
     Attributes:
         values: the values to try; None: numbers from `low` to `high`.

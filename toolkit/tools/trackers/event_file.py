@@ -11,6 +11,8 @@ THRESHOLDS = 127  # of a curve, from 0 to 1; TensorBoard's own default
 
 
 class TensorBoardTracker(Tracker):
+    """A tracker that writes TensorBoard's event files to a folder of the run."""
+
     def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams

@@ -15,6 +15,8 @@ from toolkit.run.writer import RunDescription, Tracker, flat
 
 
 class AccelerateTracker(Tracker):
+    """A tracker of Accelerate, which sends the numbers of rows and evaluations."""
+
     def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         kind = LOGGER_TYPE_TO_CLASS[self.name]
         goes_on = self.run_id is not None

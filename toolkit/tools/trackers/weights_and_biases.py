@@ -24,6 +24,8 @@ LOGGED_FILES = ("config.yaml", "environment.json", "code.diff")  # of the run fo
 
 
 class WandbTracker(Tracker):
+    """A tracker that sends a run to Weights & Biases."""
+
     def start(self, folder: Path, about: RunDescription, is_new: bool, was_closed: bool) -> None:
         import wandb  # imported here, since it takes half a second
 

@@ -12,7 +12,7 @@ def test_lstms_in_float32_are_told_of_where_they_are():
     motifs = head_of("motifs", "predcls")
     assert isinstance(motifs, MotifsHead)
     told = describe_float32_layers(motifs, "cpu", "bf16")
-    assert ("the 2 of the detector go in float32" in told) == (not has_lstm_kernel("cpu", torch.bfloat16))
+    assert ("the 2 of the detector run in float32" in told) == (not has_lstm_kernel("cpu", torch.bfloat16))
     assert not describe_float32_layers(motifs, "cpu", "no")
     assert not describe_float32_layers(motifs, "cuda", "bf16")
     assert not describe_float32_layers(head_of("vctree", "predcls"), "cpu", "bf16")

@@ -181,8 +181,8 @@ class CausalHead(nn.Module):
         return from_context * (from_vision + frequency + self.gate(pair_context)).sigmoid()
 
     def _branch_losses(self, batch: RelationBatch, pair_context, frequency, related) -> dict:
-        """Compute a loss for each branch alone: each must be able to predict by itself, else their differences mean
-        nothing."""
+        """Compute a loss for each branch by itself: each must be able to predict without the others, else their
+        differences mean nothing."""
         branches = {"auxiliary_ctx": self.context_out(pair_context)}
         if self.fusion == "sum":
             branches |= {

@@ -40,6 +40,7 @@ class HeadSizes:
 
 
 def check_mode(mode: str) -> str:
+    """Return the mode; raise BadInput if it is not one of `GRAPH_MODES`."""
     if mode not in GRAPH_MODES:
         raise BadInput(f"relation mode is {mode!r}; expected {', '.join(GRAPH_MODES)}")
     return mode
@@ -79,12 +80,13 @@ def position_embedding() -> nn.Sequential:
 
 
 def batch_box_numbers(batch: RelationBatch) -> Tensor:
+    """Return the `box_numbers` (N, 9) of the N boxes of a batch, relative to their images."""
     return box_numbers(batch.boxes_xyxy, batch.sizes_hw[batch.image])
 
 
 class ObjectContext(nn.Module):
-    """The base of contexts, with embeddings of the classes and positions of objects. A subclass labels each object and
-    computes a context feature for it.
+    """The base of contexts, modules that label each object of a batch and compute a feature that depends on the other
+    objects of its image. It has the embeddings of classes and positions; a subclass does the rest.
 
     embed_in: vectors of the classes before labelling. embed_out: vectors of the labels that the context has assigned.
     """
@@ -160,6 +162,7 @@ def split_layer(hidden_dim: int, out_dim: int) -> nn.Linear:
 
 
 def xavier_linear(in_dim: int, out_dim: int) -> nn.Linear:
+    """Build a linear layer with weights drawn Xavier normal and biases 0."""
     layer = nn.Linear(in_dim, out_dim)
     nn.init.xavier_normal_(layer.weight)
     nn.init.zeros_(layer.bias)

@@ -22,7 +22,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     object_features,
     position_embedding,
 )
-from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, of_images
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, sum_by_image
 
 # Squared distances: least one between prototypes (gamma 2), and how much nearer the right one is (gamma 1).
 PROTOTYPE_DISTANCE, MARGIN = 7.0, 1.0
@@ -216,8 +216,8 @@ def prototype_losses(
     each of the R pairs."""
     has_objects = torch.tensor([float(number > 0) for number in batch.num_objects])
     images = send(has_objects, missed.device).to(missed)
-    sums = of_images(missed, batch.num_pairs)
-    counts = of_images(torch.ones_like(missed), batch.num_pairs)
+    sums = sum_by_image(missed, batch.num_pairs)
+    counts = sum_by_image(torch.ones_like(missed), batch.num_pairs)
     return {
         "l21_loss": (alike * images, images),
         "dist_loss2": (close * images, images),

@@ -29,6 +29,7 @@ ATTENTION_HEADS = 4
 
 
 def linear(in_dim: int, out_dim: int) -> nn.Linear:
+    """Build a linear layer without bias."""
     return nn.Linear(in_dim, out_dim, bias=False)
 
 
@@ -41,6 +42,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, rows: Tensor) -> Tensor:
+        """Return the normalised rows (..., D) in float32."""
         rows = rows.float()
         mean_square = rows.square().mean(-1, keepdim=True)
         return rows * (mean_square + EPSILON).rsqrt() * self.weight
@@ -91,6 +93,7 @@ class WordAttention(nn.Module):
         self.dropout = dropout
 
     def forward(self, rows: Tensor, words: Tensor) -> Tensor:
+        """Return for each row of (N, D) what it finds in the words (C, D), as (N, D)."""
         found = F.scaled_dot_product_attention(
             self._heads(self.query(rows)),
             self._heads(self.key(words)),
@@ -123,6 +126,7 @@ class MovingPrototypes(nn.Module):
         self.register_buffer("counts", torch.zeros(num_predicates))
 
     def forward(self) -> Tensor:
+        """Return the prototypes (P, D) in float32."""
         return torch.where(
             self.counts[:, None] > 0,
             self.means,

@@ -27,7 +27,7 @@ from toolkit.detectors.scene_graphs.heads.layers import (
     xavier_linear,
 )
 from toolkit.detectors.scene_graphs.heads.prototypes import detector_labels
-from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, object_mask, of_images
+from toolkit.detectors.scene_graphs.relation_batch import RelationBatch, RelationOutput, object_mask, sum_by_image
 
 ATTENTION_HEADS = 8
 # The published names of the three scores, in those of their losses. "query" chooses the pairs that are updated, "e2e"
@@ -36,7 +36,7 @@ SCORE_NAMES = ("query", "e2e", "n2e")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenPairs:
     """The pairs that a score has chosen in each image, at most K.
 
     rows: (B, K) int64, indices of the pairs in their image, best first. real: (B, K) bool, False for padding in images
@@ -107,8 +107,8 @@ class SelectiveLayer(nn.Module):
         queries: Tensor,
         objects: Tensor,
         pairs: Tensor,
-        updated: Chosen,
-        read: Chosen,
+        updated: ChosenPairs,
+        read: ChosenPairs,
         real_objects: Tensor,
     ) -> Tensor:
         """Return the updated features (B, Q, D) of the Q chosen pairs.
@@ -140,7 +140,7 @@ class SelectiveLayer(nn.Module):
         return self.dropout(attended)
 
 
-def with_rows(pairs: Tensor, values: Tensor, chosen: Chosen) -> Tensor:
+def with_rows(pairs: Tensor, values: Tensor, chosen: ChosenPairs) -> Tensor:
     """Return a copy of `pairs` (B, R, D), the D features of R pairs per image, in which the Q chosen ones are replaced
     by `values` (B, Q, D)."""
     values = torch.where(chosen.real[..., None], values, rows_of(pairs, chosen.rows))  # padding keeps what is there
@@ -148,7 +148,7 @@ def with_rows(pairs: Tensor, values: Tensor, chosen: Chosen) -> Tensor:
     return pairs.scatter(1, places, values)
 
 
-def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> Chosen:
+def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float) -> ChosenPairs:
     """Choose the best pairs of each image, the `share` of their number, and at least one; none in an image without
     pairs.
 
@@ -161,7 +161,7 @@ def top_share_rows(scores: Tensor, real: Tensor, counts: list[int], share: float
     kept = [max(1, int(count * share)) if count else 0 for count in counts]
     of_real = scores.masked_fill(~real, -torch.inf)
     rows = of_real.topk(max(kept), 1).indices
-    return Chosen(rows, object_mask(kept, scores.device))
+    return ChosenPairs(rows, object_mask(kept, scores.device))
 
 
 class SquatHead(nn.Module):
@@ -296,7 +296,7 @@ class SquatHead(nn.Module):
         for name, padded in scores.items():
             logits = unpad_rows(padded, batch.num_pairs)  # (R,)
             loss = F.binary_cross_entropy_with_logits(logits, related, reduction="none")
-            mean = of_images(loss, batch.num_pairs) / num_pairs.clamp(min=1)
+            mean = sum_by_image(loss, batch.num_pairs) / num_pairs.clamp(min=1)
             third = mean / len(SCORE_NAMES)
             losses[f"loss_mask_{name}"] = third, (num_objects > 0).to(third)
         return losses

@@ -209,6 +209,13 @@ class DownwardLSTM(nn.Module):
         self.state = _orthogonal_gates(nn.Linear(dim, 5 * dim), dim, forget, 1.0)
 
     def cell(self, direct: Tensor, projected: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute one level of n objects; return their states and memories, (n, dim) each.
+
+        Args:
+            direct: (n, dim) features of the highway connection.
+            projected: (n, 5 dim) projected features.
+            state, memory: (n, dim) of the parents; 0 for roots.
+        """
         sums = projected + self.state(state)
         into, out, forget, new, highway = sums.chunk(5, 1)
         memory = into.sigmoid() * new.tanh() + forget.sigmoid() * memory

@@ -241,6 +241,8 @@ class VCTreeContext(ObjectContext):
 
 
 class VCTreeHead(ContextHead):
+    """The head of VCTree, with the loss `binary_loss` of the relatedness from which the trees are grown."""
+
     loss_names = (*ContextHead.loss_names, "binary_loss")
 
     def __init__(self, mode: str, sizes: HeadSizes, log_frequency: Tensor, dropout: float = 0.2):

@@ -17,6 +17,7 @@ NUM_CLASSES, NUM_PREDICATES = 200, 100  # GQA200 (Dong et al., CVPR 2022)
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files that the split train, val or test is read from, whether they exist or not."""
     files = [folder / "train_sceneGraphs.json"]  # which decides about the names
     if split == "test":
         files.append(folder / "val_sceneGraphs.json")

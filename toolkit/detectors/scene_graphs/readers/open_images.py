@@ -14,6 +14,7 @@ NUM_VAL_IMAGES = None
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files that the split train, val or test is read from, whether they exist or not."""
     return [folder / f"vrd-{split}-anno.json", folder / "categories_dict.json"]
 
 

@@ -17,6 +17,7 @@ EXPECTED_ENTRY = "relations with predicate, subject and object, both with catego
 
 
 def files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files that the split train, val or test is read from, whether they exist or not."""
     annotations = "annotations_test.json" if split == "test" else "annotations_train.json"
     names = ("objects.json", "predicates.json")
     if not (folder / "objects.json").is_file() and (folder / "obj.txt").is_file():
