@@ -130,6 +130,70 @@ def test_a_frozen_batch_norm_takes_the_state_of_one_and_keeps_the_dtype():
     torch.testing.assert_close(narrow.float(), norm(x), rtol=0.05, atol=0.05)
 
 
+def with_other_bias(norm):
+    norm.bias.add_(1)
+    return norm
+
+
+def with_other_variance(norm):
+    torch._foreach_lerp_([norm.running_var], [torch.full((5,), 9.0)], 0.5)
+    return norm
+
+
+def with_loaded_state(norm):
+    norm.load_state_dict(woken(nn.BatchNorm2d(5)).state_dict())
+    return norm
+
+
+def with_other_tensor(norm):
+    norm.weight = norm.weight * 2
+    return norm
+
+
+def with_other_eps(norm):
+    norm.eps = 0.5
+    return norm
+
+
+def copied_and_changed(norm):
+    return with_other_bias(copy.deepcopy(with_other_bias(norm)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        nn.Module.double,
+        with_other_bias,
+        with_other_variance,
+        with_loaded_state,
+        with_other_tensor,
+        with_other_eps,
+        copied_and_changed,
+        unpickled,
+    ],
+)
+def test_what_a_frozen_batch_norm_keeps_follows_its_buffers(changed):
+    frozen = freeze_batch_norms(woken(nn.BatchNorm2d(5)).eval())
+    x = torch.randn(2, 5, 4, 4)
+    frozen(x)
+    frozen = changed(frozen)
+    fresh = FrozenBatchNorm2d(5, frozen.eps).to(frozen.weight.dtype)
+    fresh.load_state_dict(frozen.state_dict())
+    assert torch.equal(frozen(x), fresh(x))
+    assert frozen(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_frozen_batch_norm_computes_its_factors_once():
+    frozen = freeze_batch_norms(woken(nn.BatchNorm2d(5)).eval())
+    x = torch.randn(2, 5, 4, 4, requires_grad=True)
+    with torch.inference_mode():
+        frozen(x)
+    kept = frozen._kept
+    frozen(x).sum().backward()
+    assert frozen._kept is kept
+    assert x.grad is not None
+
+
 def test_norms_with_an_activation_inside():
     """Those of mobilenetv3 and many ResNets of timm have one."""
     model = woken(timm.create_model("mobilenetv3_small_050", features_only=True)).eval()

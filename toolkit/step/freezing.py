@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,18 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             m.training = training
 
 
+class _Kept(NamedTuple):
+    """What a `FrozenBatchNorm2d` computed from its buffers, and by what it notices that one of them changed.
+
+    buffers: kept, so that no other tensor can have their ids. scale, shift: (1, C, 1, 1).
+    """
+
+    state: list
+    buffers: tuple[Tensor, ...]
+    scale: Tensor
+    shift: Tensor
+
+
 class FrozenBatchNorm2d(nn.Module):
     """A batch norm with fixed statistics and affine parameters, all of them buffers: x * scale + shift per channel.
 
@@ -122,14 +135,38 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.ones(num_features))
         self.drop = drop or nn.Identity()
         self.act = act or nn.Identity()
+        self._kept: _Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        shift = self.bias - self.running_mean * scale
-        scale = scale.to(x.dtype).view(1, -1, 1, 1)
-        shift = shift.to(x.dtype).view(1, -1, 1, 1)
+        scale, shift = self._scale_and_shift(x.dtype)
         x = torch.addcmul(shift, x, scale)
         return self.act(self.drop(x))
+
+    def _scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the factor and the offset of each channel, (1, C, 1, 1) each.
+
+        Both are kept until a buffer changes: they take seven kernels of a GPU, where the norm itself takes one.
+        """
+        buffers = (self.weight, self.bias, self.running_mean, self.running_var)
+        have_versions = not any(buffer.is_inference() for buffer in buffers)
+        if torch.compiler.is_compiling() or not have_versions:
+            return self._compute_scale_and_shift(dtype)
+        state = [dtype, self.eps]
+        for buffer in buffers:
+            state += [id(buffer), buffer._version]
+        if self._kept is None or self._kept.state != state:
+            with torch.inference_mode(False):  # whose tensors could not be used in training
+                scale, shift = self._compute_scale_and_shift(dtype)
+            self._kept = _Kept(state, buffers, scale, shift)
+        return self._kept.scale, self._kept.shift
+
+    def _compute_scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_kept": None}  # a copy has buffers of its own
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}"
