@@ -48,6 +48,7 @@ from toolkit.models.nms import class_wise_nms, repeated_until_enough, top_k_rows
 from toolkit.models.pasted_masks import masks_in_boxes
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
+MAX_KEPT_ANCHORS = 16  # sizes of batches; 4 MB each at 800 x 1216 px
 MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
@@ -103,6 +104,7 @@ class FasterRCNN(Detector):
         self.roi_heads = model.roi_heads
         self.stages = stages
         self.strides = tuple(strides)
+        self._kept_anchors: dict[tuple, Tensor] = {}  # by device and sizes of the maps, see `_anchors`
         self.rpn.min_size = stages.rpn_min_size
         self.mean = tuple(model.transform.image_mean)
         self.std = tuple(model.transform.image_std)
@@ -467,19 +469,36 @@ class FasterRCNN(Detector):
         logits, deltas = self.rpn.head(maps)
         per_level = [level[0].numel() for level in logits]
         logits, deltas = concat_box_prediction_layers(logits, deltas)
-        finest_height, finest_width = maps[0].shape[-2:]
-        image_height = finest_height * self.strides[0]
-        image_width = finest_width * self.strides[0]
-        grids = [level.shape[-2:] for level in maps]
-        grid_strides = [[image_height // height, image_width // width] for height, width in grids]
-        generator = self.rpn.anchor_generator
-        device = maps[0].device
-        generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
-        anchors = torch.cat(generator.grid_anchors(grids, grid_strides)).float()
+        anchors = self._anchors([level.shape[-2:] for level in maps], maps[0].device)
         count = len(maps[0])
         logits = logits.float().view(count, -1)
         deltas = deltas.float().view(count, -1, 4)
         return anchors, logits, deltas, per_level
+
+    def _anchors(self, grids: Sequence[torch.Size], device: torch.device) -> Tensor:
+        """Return the anchors (A, 4) float32 of all levels, whose maps have the sizes `grids`.
+
+        Those of a few sizes are kept: to make them takes eight kernels of a GPU for each level.
+        """
+        if torch.compiler.is_compiling():
+            return self._make_anchors(grids, device)
+        kept = self._kept_anchors
+        key = (device, *grids)
+        if key not in kept:
+            if len(kept) == MAX_KEPT_ANCHORS:
+                del kept[next(iter(kept))]
+            with torch.inference_mode(False):  # whose tensors could not be used in training
+                kept[key] = self._make_anchors(grids, device)
+        return kept[key]
+
+    def _make_anchors(self, grids: Sequence[torch.Size], device: torch.device) -> Tensor:
+        finest_height, finest_width = grids[0]
+        image_height = finest_height * self.strides[0]
+        image_width = finest_width * self.strides[0]
+        grid_strides = [[image_height // height, image_width // width] for height, width in grids]
+        generator = self.rpn.anchor_generator
+        generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
+        return torch.cat(generator.grid_anchors(grids, grid_strides)).float()
 
     @torch.no_grad()
     def _proposals(
