@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from toolkit.base.batch import on_host, send
+from toolkit.base.batch import on_host, pad_rows, send, send_dicts
 from toolkit.base.box_ops import (
     cxcywh_to_xyxy,
     generalized_box_iou,
@@ -63,13 +62,18 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     """
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
     boxes = [t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets]
-    boxes_xyxy = pad_sequence(boxes, batch_first=True)  # (B, T, 4)
     labels = [t["labels"].to(device, non_blocking=True) for t in targets]
-    valid = pad_sequence([_is_object(on_host(t)) for t in targets], batch_first=True, padding_value=False)
+    # Padded by index, in as few operations for many images as for one; row 0 stands for padding.
+    counts = [len(of_image) for of_image in labels]
+    rows = torch.arange(1, 1 + sum(counts))
+    is_object = torch.cat([_is_object(on_host(t)) for t in targets])
+    padded = {"rows": pad_rows(rows, counts), "valid": pad_rows(is_object, counts)}  # (B, T)
+    (padded,) = send_dicts([padded], device)
+    boxes_xyxy = torch.cat([boxes[0].new_zeros(1, 4), *boxes])[padded["rows"]]  # (B, T, 4)
     return PaddedTargets(
-        labels=pad_sequence(labels, batch_first=True),
+        labels=torch.cat([labels[0].new_zeros(1), *labels])[padded["rows"]],
         boxes_cxcywh=xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw)),
-        valid=send(valid, device),
+        valid=padded["valid"],
         labelled=labelled_classes(targets, device),
     )
 
