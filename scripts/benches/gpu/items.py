@@ -158,7 +158,7 @@ class Items:
             folder = self.trainings.train(script, self.small, EXACT, Plan(until=2), environment=environment)
             losses.append(_losses(folder)[1])
         on_cpu, on_gpu = losses
-        unit = "relative; more than 0.001 only where samples or noise are drawn on the device"
+        unit = "relative; more than 0.001 only where samples are drawn on the device"
         yield row("loss of step 1, GPU / CPU - 1", on_gpu / on_cpu - 1, unit)
 
     def moves(self) -> Iterator[dict]:
