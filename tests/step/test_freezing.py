@@ -12,6 +12,7 @@ from torch import nn
 from toolkit.base.errors import BadInput
 from toolkit.step.freezing import (
     FrozenBatchNorm2d,
+    count_batches_at_once,
     freeze,
     freeze_batch_norms,
     freeze_prefixes,
@@ -98,6 +99,34 @@ def test_a_prefix_that_does_not_exist_is_answered_with_a_whole_name(prefix, hint
     with pytest.raises(BadInput, match=re.escape(hint)):
         freeze_prefixes(model, ["model.model.neck", prefix])
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class UsesANormTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.twice = nn.BatchNorm2d(3)
+        self.once = nn.BatchNorm2d(3)
+        self.unused = nn.BatchNorm2d(3)
+        self.frozen = freeze(nn.BatchNorm2d(3))
+
+    def forward(self, x):
+        return self.frozen(self.once(self.twice(self.twice(x))))
+
+
+def test_batch_norms_that_count_at_once_count_what_they_count_alone():
+    alone = UsesANormTwice()
+    together = copy.deepcopy(alone)
+    count_batches_at_once(together)
+    buffers = dict(together.named_buffers())
+    for training in (True, False, True):
+        for model in (alone, together):
+            model.train(training)(torch.ones(2, 3, 4, 4))
+        torch.testing.assert_close(together.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="4D"):
+        together(torch.ones(2))
+    assert alone.twice.num_batches_tracked == 4
+    for name, buffer in together.named_buffers():
+        assert buffer is buffers[name]
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from toolkit import index
+from toolkit.base.batch import is_waited_for
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data import pipeline
@@ -33,6 +34,7 @@ from toolkit.run.validation import Validation
 from toolkit.step.class_weights import class_weights
 from toolkit.step.ema import Ema
 from toolkit.step.execution import checkpoint_in_place, compile_in_place, precision_of_device
+from toolkit.step.freezing import count_batches_at_once
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import schedule_of_settings, steps_from
@@ -65,6 +67,8 @@ def build_training(
     ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
     checkpoint_in_place(detector, c.optim.checkpointing, execution.compile)
     compile_in_place(detector, execution.compile, cache_root() / "compiled")
+    if is_waited_for(accelerator.device) and not execution.compile:
+        count_batches_at_once(detector)
     images_of_a_step = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
     optimizer = _optimizer(c.optim, detector, weights, distillation, images_of_a_step, s.say)
     one_size = detector.fixed_size and not c.data.multi_scale and not c.run.deterministic
