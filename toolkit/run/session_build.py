@@ -38,6 +38,7 @@ from toolkit.step.freezing import count_batches_at_once
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import schedule_of_settings, steps_from
+from toolkit.step.weight_casts import WeightCasts
 
 
 def build_training(
@@ -69,6 +70,8 @@ def build_training(
     compile_in_place(detector, execution.compile, cache_root() / "compiled")
     if is_waited_for(accelerator.device) and not execution.compile:
         count_batches_at_once(detector)
+        if accelerator.num_processes == 1 and not c.optim.checkpointing:
+            WeightCasts(detector, accelerator.device)
     images_of_a_step = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
     optimizer = _optimizer(c.optim, detector, weights, distillation, images_of_a_step, s.say)
     one_size = detector.fixed_size and not c.data.multi_scale and not c.run.deterministic
