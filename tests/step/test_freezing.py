@@ -7,7 +7,9 @@ import re
 import pytest
 import timm
 import torch
+from timm.layers import FrozenBatchNormAct2d
 from torch import nn
+from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
 
 from toolkit.base.errors import BadInput
 from toolkit.step.freezing import (
@@ -16,6 +18,7 @@ from toolkit.step.freezing import (
     freeze,
     freeze_batch_norms,
     freeze_prefixes,
+    replace_frozen_batch_norms,
 )
 
 
@@ -221,6 +224,21 @@ def test_a_frozen_batch_norm_computes_its_factors_once():
     frozen(x).sum().backward()
     assert frozen._kept is kept
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("kind", [FrozenBatchNormAct2d, DetrFrozenBatchNorm2d])
+def test_frozen_norms_of_other_libraries_keep_their_values(kind):
+    theirs = kind(5)
+    theirs.load_state_dict(woken(nn.BatchNorm2d(5)).state_dict())
+    model = nn.Sequential(nn.Sequential(copy.deepcopy(theirs)))
+    replace_frozen_batch_norms(model)
+    assert isinstance(model[0][0], FrozenBatchNorm2d)
+    assert model[0].state_dict().keys() == nn.Sequential(theirs).state_dict().keys()
+    x = torch.randn(2, 5, 4, 4)
+    assert torch.equal(model(x), theirs(x))
+    narrow = model(x.bfloat16())
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), theirs(x), rtol=0.05, atol=0.05)
 
 
 def test_norms_with_an_activation_inside():

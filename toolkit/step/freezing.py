@@ -176,6 +176,28 @@ class FrozenBatchNorm2d(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class _FrozenElsewhere(FrozenBatchNorm2d):
+    """A `FrozenBatchNorm2d` with the float32 values of timm's and transformers', which multiply, round and add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float16, torch.bfloat16):
+            return super().forward(x)
+        scale, shift = self._scale_and_shift(x.dtype)
+        return self.act(self.drop(x * scale + shift))
+
+
+def replace_frozen_batch_norms(module: nn.Module) -> None:
+    """Replace the frozen batch norms of timm and transformers in `module`, in place, by `FrozenBatchNorm2d`.
+
+    Theirs compute scale and shift in every forward, seven kernels of a GPU, and turn half precision into float32.
+    """
+    for name, child in module.named_children():
+        replace_frozen_batch_norms(child)
+        is_frozen_norm = type(child).__name__.endswith(("FrozenBatchNorm2d", "FrozenBatchNormAct2d"))
+        if is_frozen_norm and not isinstance(child, FrozenBatchNorm2d):
+            setattr(module, name, _frozen(child, _FrozenElsewhere))
+
+
 def freeze_batch_norms(module: nn.Module) -> nn.Module:
     """Replace every 2-d batch norm in `module`, in place, by a `FrozenBatchNorm2d` with the same parameters.
 
@@ -264,10 +286,10 @@ def bn_momentum(
     return final + (start - final) * left_by_shape[shape]
 
 
-def _frozen(norm: nn.Module) -> FrozenBatchNorm2d:
+def _frozen(norm: nn.Module, kind: type[FrozenBatchNorm2d] = FrozenBatchNorm2d) -> FrozenBatchNorm2d:
     drop = getattr(norm, "drop", None)
     act = getattr(norm, "act", None)
-    frozen = FrozenBatchNorm2d(norm.num_features, norm.eps, drop, act)
+    frozen = kind(len(norm.running_mean), getattr(norm, "eps", 1e-5), drop, act)
     frozen = frozen.to(norm.running_mean.device, norm.running_mean.dtype)
     with torch.no_grad():
         for name in ("weight", "bias", "running_mean", "running_var"):
