@@ -33,7 +33,12 @@ from toolkit.run.training import Training
 from toolkit.run.validation import Validation
 from toolkit.step.class_weights import class_weights
 from toolkit.step.ema import Ema
-from toolkit.step.execution import checkpoint_in_place, compile_in_place, precision_of_device
+from toolkit.step.execution import (
+    checkpoint_in_place,
+    compile_in_place,
+    has_depthwise_convolutions,
+    precision_of_device,
+)
 from toolkit.step.freezing import count_batches_at_once
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
@@ -74,8 +79,9 @@ def build_training(
             WeightCasts(detector, accelerator.device)
     images_of_a_step = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
     optimizer = _optimizer(c.optim, detector, weights, distillation, images_of_a_step, s.say)
-    one_size = detector.fixed_size and not c.data.multi_scale and not c.run.deterministic
-    model, optimizer = prepare(accelerator, detector, optimizer, execution.tf32, one_size)
+    one_size = detector.fixed_size and not c.data.multi_scale
+    searches = one_size and not c.run.deterministic and not has_depthwise_convolutions(detector)
+    model, optimizer = prepare(accelerator, detector, optimizer, execution.tf32, searches)
 
     plan = _plan(c, sampler, optimizer)
     t = Training(
