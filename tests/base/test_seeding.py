@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from toolkit.base.seeding import seed_step
@@ -30,3 +31,14 @@ def test_random_numbers_are_functions_of_seed_step_rank_and_micro_batch():
     for place, numbers in zip(reversed(places), reversed(seen), strict=True):
         seed_step(*place)
         assert draws() == numbers
+
+
+@pytest.mark.parametrize(
+    "kind, seeding", [("cuda", "manual_seed_all"), ("xpu", "manual_seed_all"), ("mps", "manual_seed")]
+)
+def test_accelerators_get_the_seed_of_the_cpu(kind, seeding, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
+    monkeypatch.setattr(getattr(torch, kind), seeding, seeds.append)
+    seed_step(0, 1, 2)
+    assert seeds == [torch.initial_seed()]

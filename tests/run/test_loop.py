@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from processes import run_on_ranks
-from small_run import NOTHING, STEP, accepts, make_training, newest, window_with
+from small_run import NOTHING, ONE_IMAGE, STEP, accepts, make_training, newest, window_with
 
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
@@ -117,6 +117,16 @@ def test_a_row_that_cannot_be_written_ends_the_run_after_a_save(tmp_path):
     with pytest.raises(BadInput, match="cannot be written"):
         save_and_evaluate_when_due(t, window)
     assert newest(t).step == 1
+
+
+@pytest.mark.parametrize(("batch_size", "searches"), [(1, True), (2, False)])
+def test_convolutions_are_not_searched_for_the_last_batch_of_an_epoch(tmp_path, monkeypatch, batch_size, searches):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    t = make_training(tmp_path)
+    t.plan = Plan(EpochSampler(3, batch_size), t.plan.schedule, total_steps=10)
+    with TrainingWindow(t, [ONE_IMAGE])._watched(ONE_IMAGE):
+        assert torch.backends.cudnn.benchmark == searches
+    assert torch.backends.cudnn.benchmark
 
 
 def gradient_of_learned_weight():

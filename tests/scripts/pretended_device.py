@@ -301,7 +301,8 @@ def _compute(packet, func, args, kwargs):
 
 
 def _in_float(packet, func, args, kwargs, half):
-    """Halves widened, the first result (all but norms' statistics) narrowed again, and mutated arguments too."""
+    """Halves widened, the first result narrowed again, the others too, but for norms' statistics and the gradients of
+    their float32 weights, and mutated arguments too."""
     wide = {}
 
     def widen(value):
@@ -317,6 +318,7 @@ def _in_float(packet, func, args, kwargs, half):
     if isinstance(result, torch.Tensor):
         return result.to(half)
     keeps = packet in (aten.native_batch_norm, aten.native_layer_norm, aten.native_group_norm)
+    keeps |= packet is aten.native_batch_norm_backward and args[2] is not None and args[2].dtype == torch.float32
     return tuple(
         v.to(half) if isinstance(v, torch.Tensor) and v.dtype == torch.float32 and not (keeps and i) else v
         for i, v in enumerate(result)

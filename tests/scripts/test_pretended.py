@@ -77,6 +77,25 @@ def assert_few_waits(measured: dict, waits: Waits, batches: int, launches: int =
     assert not measured["step"]["unpinned"], "pageable memory is copied twice"
 
 
+GRADIENTS_OF_A_NORM = f"""
+import pathlib, pretended_device, torch
+log = pretended_device.install(pathlib.Path({str(ROOT)!r}))
+norm = torch.nn.BatchNorm2d(3).to("cuda")
+maps = torch.rand(2, 3, 4, 4, device="cuda").bfloat16()
+summed = norm(maps).sum()
+log.recording = True
+summed.backward()
+print([event.op for event in log.events if event.op.startswith("_to_copy")], norm.weight.grad.dtype)
+"""
+
+
+def test_gradients_of_norms_are_in_the_precision_of_their_weights_as_on_cuda(tmp_path):
+    command = [sys.executable, "-c", GRADIENTS_OF_A_NORM]
+    env = environment(tmp_path) | {"PYTHONPATH": str(TESTS / "scripts")}
+    ended = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert ended.stdout.strip() == "[] torch.float32", ended.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.every_script
 def test_waits_do_not_depend_on_the_batch_or_the_precision(script, settings, tmp_path):

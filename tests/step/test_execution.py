@@ -19,6 +19,7 @@ from toolkit.step.execution import (
     checkpoint_in_place,
     compile_in_place,
     cpu_computes_in_bf16,
+    has_depthwise_convolutions,
     has_mobile_blocks,
     precision_of_device,
     precision_of_gpu,
@@ -28,19 +29,20 @@ from toolkit.step.execution import (
 
 
 @pytest.mark.parametrize(
-    ("backbone", "is_mobile"),
+    ("backbone", "is_mobile", "is_depthwise"),
     [
-        ("mobilenetv4_conv_small_035", True),
-        ("tf_efficientnet_lite0", True),
-        ("ghostnet_050", True),
-        ("resnet10t", False),
-        ("convnext_atto", False),
+        ("mobilenetv4_conv_small_035", True, True),
+        ("tf_efficientnet_lite0", True, True),
+        ("ghostnet_050", True, True),
+        ("resnet10t", False, False),
+        ("convnext_atto", False, True),
     ],
 )
-def test_the_kind_of_backbone_decides_on_a_cpu(backbone, is_mobile, monkeypatch):
+def test_the_kind_of_backbone_decides_on_a_cpu(backbone, is_mobile, is_depthwise, monkeypatch):
     with torch.device("meta"):
         detector = timm.create_model(backbone)
     assert has_mobile_blocks(detector) == is_mobile
+    assert has_depthwise_convolutions(detector) == is_depthwise
     for is_able in (True, False):
         monkeypatch.setattr("toolkit.step.execution.cpu_computes_in_bf16", lambda is_able=is_able: is_able)
         precision, tf32, _ = precision_of_device(torch.device("cpu"), detector)

@@ -7,14 +7,18 @@ import re
 import pytest
 import timm
 import torch
+from timm.layers import FrozenBatchNormAct2d
 from torch import nn
+from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
 
 from toolkit.base.errors import BadInput
 from toolkit.step.freezing import (
     FrozenBatchNorm2d,
+    count_batches_at_once,
     freeze,
     freeze_batch_norms,
     freeze_prefixes,
+    replace_frozen_batch_norms,
 )
 
 
@@ -100,6 +104,34 @@ def test_a_prefix_that_does_not_exist_is_answered_with_a_whole_name(prefix, hint
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+class UsesANormTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.twice = nn.BatchNorm2d(3)
+        self.once = nn.BatchNorm2d(3)
+        self.unused = nn.BatchNorm2d(3)
+        self.frozen = freeze(nn.BatchNorm2d(3))
+
+    def forward(self, x):
+        return self.frozen(self.once(self.twice(self.twice(x))))
+
+
+def test_batch_norms_that_count_at_once_count_what_they_count_alone():
+    alone = UsesANormTwice()
+    together = copy.deepcopy(alone)
+    count_batches_at_once(together)
+    buffers = dict(together.named_buffers())
+    for training in (True, False, True):
+        for model in (alone, together):
+            model.train(training)(torch.ones(2, 3, 4, 4))
+        torch.testing.assert_close(together.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="4D"):
+        together(torch.ones(2))
+    assert alone.twice.num_batches_tracked == 4
+    for name, buffer in together.named_buffers():
+        assert buffer is buffers[name]
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_frozen_batch_norm_is_one_in_evaluation_mode(affine):
     norm = woken(nn.BatchNorm2d(5, eps=1e-3, affine=affine)).eval()
@@ -128,6 +160,85 @@ def test_a_frozen_batch_norm_takes_the_state_of_one_and_keeps_the_dtype():
     narrow = frozen(x.bfloat16())
     assert narrow.dtype == torch.bfloat16
     torch.testing.assert_close(narrow.float(), norm(x), rtol=0.05, atol=0.05)
+
+
+def with_other_bias(norm):
+    norm.bias.add_(1)
+    return norm
+
+
+def with_other_variance(norm):
+    torch._foreach_lerp_([norm.running_var], [torch.full((5,), 9.0)], 0.5)
+    return norm
+
+
+def with_loaded_state(norm):
+    norm.load_state_dict(woken(nn.BatchNorm2d(5)).state_dict())
+    return norm
+
+
+def with_other_tensor(norm):
+    norm.weight = norm.weight * 2
+    return norm
+
+
+def with_other_eps(norm):
+    norm.eps = 0.5
+    return norm
+
+
+def copied_and_changed(norm):
+    return with_other_bias(copy.deepcopy(with_other_bias(norm)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        nn.Module.double,
+        with_other_bias,
+        with_other_variance,
+        with_loaded_state,
+        with_other_tensor,
+        with_other_eps,
+        copied_and_changed,
+        unpickled,
+    ],
+)
+def test_what_a_frozen_batch_norm_keeps_follows_its_buffers(changed):
+    frozen = freeze_batch_norms(woken(nn.BatchNorm2d(5)).eval())
+    x = torch.randn(2, 5, 4, 4)
+    frozen(x)
+    frozen = changed(frozen)
+    fresh = FrozenBatchNorm2d(5, frozen.eps).to(frozen.weight.dtype)
+    fresh.load_state_dict(frozen.state_dict())
+    assert torch.equal(frozen(x), fresh(x))
+    assert frozen(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_frozen_batch_norm_computes_its_factors_once():
+    frozen = freeze_batch_norms(woken(nn.BatchNorm2d(5)).eval())
+    x = torch.randn(2, 5, 4, 4, requires_grad=True)
+    with torch.inference_mode():
+        frozen(x)
+    kept = frozen._kept
+    frozen(x).sum().backward()
+    assert frozen._kept is kept
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("kind", [FrozenBatchNormAct2d, DetrFrozenBatchNorm2d])
+def test_frozen_norms_of_other_libraries_keep_their_values(kind):
+    theirs = kind(5)
+    theirs.load_state_dict(woken(nn.BatchNorm2d(5)).state_dict())
+    model = nn.Sequential(nn.Sequential(copy.deepcopy(theirs)))
+    replace_frozen_batch_norms(model)
+    assert isinstance(model[0][0], FrozenBatchNorm2d)
+    assert model[0].state_dict().keys() == nn.Sequential(theirs).state_dict().keys()
+    x = torch.randn(2, 5, 4, 4)
+    assert torch.equal(model(x), theirs(x))
+    narrow = model(x.bfloat16())
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow.float(), theirs(x), rtol=0.05, atol=0.05)
 
 
 def test_norms_with_an_activation_inside():

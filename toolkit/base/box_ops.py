@@ -95,6 +95,12 @@ def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     The definition is that of Rezatofighi et al., CVPR 2019, eq. 3. The boxes must be ordered (x0 <= x1, y0 <= y1);
     boxes without area do not give NaN.
     """
+    _, giou = iou_and_giou(boxes1_xyxy, boxes2_xyxy)
+    return giou
+
+
+def iou_and_giou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `box_iou` and `generalized_box_iou`, in the operations of the latter."""
     planes1 = boxes1_xyxy.unbind(-1)
     planes2 = boxes2_xyxy.unbind(-1)
     intersection, union = _intersection_and_union(planes1, planes2)
@@ -104,7 +110,7 @@ def generalized_box_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     hull_height = torch.maximum(bottom1, bottom2) - torch.minimum(top1, top2)
     hull = hull_width * hull_height
     iou = _ratio(intersection, union)
-    return iou - _ratio(hull - union, hull)
+    return iou, iou - _ratio(hull - union, hull)
 
 
 def intersection_and_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> tuple[Tensor, Tensor]:

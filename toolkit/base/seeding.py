@@ -26,10 +26,13 @@ def seed_step(seed: int, step: int, rank: int, micro: int = 0) -> None:
     words = sequence.generate_state(4, np.uint32)
     torch_seed = int(words[0]) << 32 | int(words[1])
     python_seed = int(words[2]) << 32 | int(words[3])
-    if torch.accelerator.is_available():
-        torch.manual_seed(torch_seed)
-    else:  # the same for the CPU; torch.manual_seed would take a millisecond to record it for absent accelerators
-        torch.default_generator.manual_seed(torch_seed)
+    # As torch.manual_seed, which would take a millisecond to record it for absent accelerators.
+    torch.default_generator.manual_seed(torch_seed)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        of_kind = torch.get_device_module(accelerator)
+        seed_all = getattr(of_kind, "manual_seed_all", of_kind.manual_seed)  # MPS has the latter only
+        seed_all(torch_seed)
     np.random.seed(words[2:])
     random.seed(python_seed)
 

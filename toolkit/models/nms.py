@@ -8,7 +8,8 @@ length of the longest chain of boxes that suppress each other. Only the device k
 enough, and `repeated_until_enough` reads this in the same copy as the results.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple, TypeVar
 
@@ -20,25 +21,71 @@ from torchvision.ops import nms
 from toolkit.base.batch import is_waited_for, rows_of, to_host
 from toolkit.base.box_ops import intersection_and_union
 
-ROUNDS_BEFORE_CHECK = 32  # before a check whether they were enough; proposals of Faster R-CNN take 6 to 19
+ROUNDS_BEFORE_CHECK = 16  # before the first check whether they were enough; proposals of Faster R-CNN take 6 to 19
 USUAL_GROUP = 1024  # boxes, whose pairs fill 4 MB of float32
 MAX_GROUP = 4096  # boxes, whose pairs fill 64 MB of float32
 PAIRS_PER_CHUNK = 2**27  # boxes compared with boxes: 512 MB of float32
 
 
-class RoundLimit(NamedTuple):
-    """The limits of a suppression inside `repeated_until_enough`, until the host has read whether they were enough.
+class Rounds(NamedTuple):
+    """The rounds of one suppression of G groups of K boxes so far.
 
-    rounds: number of rounds. width: number of boxes of an image that are compared, the best ones. not_enough: 0-dim
-    bool tensors on the device, each True if a suppression needed more of either.
+    over: (G, K, K), 1 where the box of the row could suppress that of the column, else 0. start, keep: (G, 1, K), 1 for
+    all boxes, and for the boxes that are kept so far, else 0. changed: 0-dim bool, whether the last round changed that.
     """
 
-    rounds: int
-    width: int
-    not_enough: list[Tensor]
+    over: Tensor
+    start: Tensor
+    keep: Tensor
+    changed: Tensor | None = None
+
+    def go_on(self, count: int) -> "Rounds":
+        """Make `count` more rounds.
+
+        Let box 0 overlap box 1, and box 1 box 2. In the first round all boxes count as kept, so 0 suppresses 1 and 1
+        suppresses 2; in the second, 1 is not kept and 2 is; the third changes nothing.
+        """
+        keep = self.keep
+        with torch.autocast(keep.device.type, enabled=False):  # which would copy `over` in each round
+            for _ in range(count):
+                before = keep
+                # By how many kept boxes a box is suppressed: as a matrix product it takes one kernel, where
+                # `(over & keep).any()` takes three reads and writes. Then: fewer than 1 for a box, than 0 for padding.
+                keep = torch.bmm(before, self.over).lt_(self.start)
+                if not is_waited_for(keep.device) and torch.equal(before, keep):
+                    break
+        return self._replace(keep=keep, changed=(before != keep).any())
 
 
-_limit: ContextVar[RoundLimit | None] = ContextVar("limit", default=None)  # None: the host reads after some rounds
+class Attempt:
+    """What suppressions do inside `repeated_until_enough`, until the host has read whether it was enough.
+
+    Args:
+        rounds: number of rounds that each of them makes.
+        width: number of boxes of an image that are compared, the best ones.
+        begun: the suppressions of the attempt before, from which these go on; empty: they begin.
+
+    Attributes:
+        made: the suppressions so far, in their order.
+        too_narrow: 0-dim bool tensors on the device, each True if there were more boxes than `width`.
+    """
+
+    def __init__(self, rounds: int, width: int, begun: Iterable[Rounds] = ()):
+        self.rounds = rounds
+        self.width = width
+        self.begun = deque(begun)
+        self.made: list[Rounds] = []
+        self.too_narrow: list[Tensor] = []
+
+    def run(self, compute: Callable[[], tuple[Sequence[Tensor], "Rest"]]) -> tuple[Sequence[Tensor], "Rest"]:
+        token = _attempt.set(self)
+        try:
+            return compute()
+        finally:
+            _attempt.reset(token)
+
+
+_attempt: ContextVar[Attempt | None] = ContextVar("attempt", default=None)  # None: the host reads after some rounds
 Rest = TypeVar("Rest")
 
 
@@ -82,15 +129,15 @@ def _batch_at_once(boxes_xyxy: Tensor, scores: Tensor, threshold: float) -> Tens
 def _best_of_image(boxes: Tensor, scores: Tensor, in_class: int, threshold: float) -> Tensor:
     """Treat all classes of an image as one group, for a number of boxes that leaves most classes few."""
     ranked, order = scores.sort(dim=1, descending=True, stable=True)
-    limit = _limit.get()
-    if limit is None:
+    attempt = _attempt.get()
+    if attempt is None:
         counts = (ranked > 0).sum(1)
         width = int(counts.amax()) if len(ranked) else 0
         if width > MAX_GROUP:  # pairs would fill the memory
             return _image_by_image(boxes, scores, in_class, threshold, order)
     else:
-        width = limit.width
-        limit.not_enough.append((ranked[:, width:] > 0).any())
+        width = attempt.width
+        attempt.too_narrow.append((ranked[:, width:] > 0).any())
     rows = order[:, :width]
     best = ranked[:, :width]
     labels = rows // in_class
@@ -167,6 +214,20 @@ def sorted_nms(
         turns = turns.where(of_class & valid[:, None], 0)
         of_classes = boxes_xyxy[:, None].expand(-1, classes, -1, -1)  # (G, C, K, 4)
         return class_wise_nms(of_classes, turns, threshold).any(1)
+    attempt = _attempt.get()
+    if attempt is None:
+        rounds = _begin_rounds(boxes_xyxy, valid, threshold, labels).go_on(ROUNDS_BEFORE_CHECK)
+        while rounds.changed:  # the host waits for the device
+            rounds = rounds.go_on(ROUNDS_BEFORE_CHECK)
+    else:
+        begun = attempt.begun.popleft() if attempt.begun else _begin_rounds(boxes_xyxy, valid, threshold, labels)
+        rounds = begun.go_on(attempt.rounds)
+        attempt.made.append(rounds)
+    return rounds.keep[:, 0] > 0
+
+
+def _begin_rounds(boxes_xyxy: Tensor, valid: Tensor, threshold: float, labels: Tensor | None) -> Rounds:
+    """Compare the boxes (G, K, 4) of each group, see `sorted_nms`."""
     count = valid.shape[1]
     later = torch.ones(count, count, dtype=torch.bool, device=valid.device).triu(1)
     groups_at_once = max(1, PAIRS_PER_CHUNK // max(1, count**2))
@@ -175,71 +236,57 @@ def sorted_nms(
         common, union = intersection_and_union(part[:, :, None], part[:, None])
         overlaps = common / union > threshold
         parts.append(overlaps & later)
-    over = torch.cat(parts) if len(valid) else later[None][:0]  # (G, K, K): the row could suppress the column
+    over = parts[0] if len(parts) == 1 else torch.cat(parts)  # (G, K, K): the row could suppress the column
     if labels is not None:
         over &= labels[:, :, None] == labels[:, None]
-    return _kept_in_rounds(over, valid)
-
-
-def _kept_in_rounds(over: Tensor, valid: Tensor) -> Tensor:
-    """Return a bool mask (G, K) of the boxes that no better kept box suppresses.
-
-    over: (G, K, K) bool, the box of the row could suppress that of the column. valid: (G, K) bool.
-
-    Let box 0 overlap box 1, and box 1 box 2. In the first round all boxes count as kept, so 0 suppresses 1 and 1
-    suppresses 2; in the second, 1 is not kept and 2 is; the third changes nothing.
-    """
-    limit = _limit.get()
-    # Counts as a matrix product take one kernel a round, and one read of `over`, where `(over & keep).any()` takes
-    # three reads and writes. float16 is exact enough: a sum of ones is 0 or at least 1 in it.
+    # float16 is exact enough for their counts: a sum of ones is 0 or at least 1 in it.
     exact = torch.float16 if is_waited_for(valid.device) else torch.float32
-    over = over.to(exact)
     start = valid[:, None].to(exact)  # (G, 1, K)
-    with torch.autocast(valid.device.type, enabled=False):  # which would copy `over` in each round
-        if limit is None:
-            keep, changed = _rounds(start, start, over, ROUNDS_BEFORE_CHECK)
-            while changed:  # the host waits for the device
-                keep, changed = _rounds(keep, start, over, ROUNDS_BEFORE_CHECK)
-        else:
-            keep, changed = _rounds(start, start, over, limit.rounds)
-            limit.not_enough.append(changed)
-    return keep[:, 0] > 0
-
-
-def _rounds(keep: Tensor, start: Tensor, over: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Make `count` rounds; return which boxes are kept then, and whether the last round changed that (0-dim bool).
-
-    keep, start: (G, 1, K), 1 for the boxes that are kept so far, and for all boxes, else 0. over: (G, K, K) of 0 and 1.
-    """
-    for _ in range(count):
-        before = keep
-        # A box minus the kept boxes that suppress it: 1 if it is kept, else 0 or less.
-        keep = torch.baddbmm(start, before, over, alpha=-1).clamp(min=0)
-        if not is_waited_for(keep.device) and torch.equal(before, keep):
-            break
-    return keep, (before != keep).any()
+    return Rounds(over.to(exact), start, start)
 
 
 def repeated_until_enough(compute: Callable[[], tuple[Sequence[Tensor], Rest]]) -> tuple[list[Tensor], Rest]:
     """Call `compute`, which returns tensors and anything else; return both, with the tensors copied to the CPU.
 
     The host waits for the device only once, for the copy. NMS inside `compute` first assumes that few boxes and few
-    rounds suffice, and the copy shows whether they did. If not, `compute` is called again with more of both, and at
-    last with a synchronisation after every few rounds.
+    rounds suffice, and the copy shows whether they did. If not, `compute` is called again: NMS goes on from the rounds
+    that it has made, with twice as many, or begins with more boxes, and at last with a synchronisation after every few
+    rounds.
     """
-    for rounds, width in ((ROUNDS_BEFORE_CHECK, USUAL_GROUP), (4 * ROUNDS_BEFORE_CHECK, MAX_GROUP)):
-        limit = RoundLimit(rounds, width, [])
-        token = _limit.set(limit)
-        try:
-            tensors, rest = compute()
-        finally:
-            _limit.reset(token)
-        values = to_host([*tensors, *limit.not_enough])
-        results = values[: len(tensors)]
-        if not any(values[len(tensors) :]):
-            return results, rest
-    tensors, rest = compute()
-    return to_host(tensors), rest
+    return begin_until_enough(compute)()
+
+
+def begin_until_enough(
+    compute: Callable[[], tuple[Sequence[Tensor], Rest]],
+) -> Callable[[], tuple[list[Tensor], Rest]]:
+    """Call `compute` for the first time; return a function that does the rest of `repeated_until_enough`.
+
+    What is launched before that function is called does not depend on the results, and runs while the host would wait
+    for them.
+    """
+    first = Attempt(ROUNDS_BEFORE_CHECK, USUAL_GROUP)
+    of_first = first.run(compute)
+
+    def read() -> tuple[list[Tensor], Rest]:
+        attempt = first
+        tensors, rest = of_first
+        while True:
+            changed = [rounds.changed for rounds in attempt.made]
+            values = to_host([*tensors, *attempt.too_narrow, *changed])
+            results = values[: len(tensors)]
+            doubts = values[len(tensors) :]
+            if not any(doubts):
+                return results, rest
+            if not any(doubts[: len(attempt.too_narrow)]):
+                attempt = Attempt(2 * attempt.rounds, attempt.width, attempt.made)
+            elif attempt.width < MAX_GROUP:
+                attempt = Attempt(attempt.rounds, MAX_GROUP)
+            else:
+                tensors, rest = compute()
+                return to_host(tensors), rest
+            tensors, rest = attempt.run(compute)
+
+    return read
 
 
 def top_k_rows(scores: Tensor, count: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:

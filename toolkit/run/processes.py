@@ -131,19 +131,19 @@ def set_threads(threads: int | None, device: torch.device) -> None:
 
 
 def prepare(
-    accelerator: Accelerator, detector: torch.nn.Module, optimizer: Optimizer, tf32: bool | None, one_size: bool
+    accelerator: Accelerator, detector: torch.nn.Module, optimizer: Optimizer, tf32: bool | None, searches: bool
 ) -> tuple[torch.nn.Module, Optimizer]:
     """Set up the GPU and DDP for a `Detector` on its device, and return detector and optimizer prepared by Accelerate.
 
     Args:
         tf32: whether a GPU uses TensorFloat-32 in float32 products; None: PyTorch's default.
-        one_size: all images have the same size; cuDNN then searches for the fastest convolutions for it.
+        searches: cuDNN searches for the fastest convolutions for each shape: all images have the same size.
     """
     if accelerator.device.type == "cuda":
         if tf32 is not None:
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.cudnn.benchmark = one_size
+        torch.backends.cudnn.benchmark = searches
     accelerator.ddp_handler.broadcast_buffers = detector.buffers_steer_training
     # DDP puts its buckets in another order behind the first step, but not where it looks for unused parameters. Sums of
     # three and more numbers hang on that order, and on a CPU a resumed run equals the uninterrupted one to the bit.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from toolkit import index
+from toolkit.base.batch import is_waited_for
 from toolkit.base.errors import BadInput
 from toolkit.base.text import shown
 from toolkit.data import pipeline
@@ -32,10 +33,17 @@ from toolkit.run.training import Training
 from toolkit.run.validation import Validation
 from toolkit.step.class_weights import class_weights
 from toolkit.step.ema import Ema
-from toolkit.step.execution import checkpoint_in_place, compile_in_place, precision_of_device
+from toolkit.step.execution import (
+    checkpoint_in_place,
+    compile_in_place,
+    has_depthwise_convolutions,
+    precision_of_device,
+)
+from toolkit.step.freezing import count_batches_at_once
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import schedule_of_settings, steps_from
+from toolkit.step.weight_casts import WeightCasts
 
 
 def build_training(
@@ -65,10 +73,15 @@ def build_training(
     ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
     checkpoint_in_place(detector, c.optim.checkpointing, execution.compile)
     compile_in_place(detector, execution.compile, cache_root() / "compiled")
+    if is_waited_for(accelerator.device) and not execution.compile:
+        count_batches_at_once(detector)
+        if accelerator.num_processes == 1 and not c.optim.checkpointing:
+            WeightCasts(detector, accelerator.device)
     images_of_a_step = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
     optimizer = _optimizer(c.optim, detector, weights, distillation, images_of_a_step, s.say)
-    one_size = detector.fixed_size and not c.data.multi_scale and not c.run.deterministic
-    model, optimizer = prepare(accelerator, detector, optimizer, execution.tf32, one_size)
+    one_size = detector.fixed_size and not c.data.multi_scale
+    searches = one_size and not c.run.deterministic and not has_depthwise_convolutions(detector)
+    model, optimizer = prepare(accelerator, detector, optimizer, execution.tf32, searches)
 
     plan = _plan(c, sampler, optimizer)
     t = Training(

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from toolkit.base.batch import Batch
 from toolkit.base.distributed import reduce_dict
 from toolkit.data.batches import Prefetcher
+from toolkit.step.execution import without_search
 from toolkit.step.guard import boxes_finite, with_finite_boxes
 from toolkit.step.losses import WeightedLosses, window_denominators
 from toolkit.step.optim import gradient_norm, gradient_norms_of_groups
@@ -99,6 +100,8 @@ class TrainingWindow(Window):
 
     def _watched(self, batch: Batch) -> AbstractContextManager:
         stack = ExitStack()
+        if len(batch) < self._t.sampler.batch_size:  # the last of an epoch: a search would take seconds for one step
+            stack.enter_context(without_search())
         for source in self._t.loss_weights.sources:
             stack.enter_context(source.watching(batch))
         return stack

@@ -79,6 +79,27 @@ def has_mobile_blocks(detector: nn.Module) -> bool:
     return any(type(module).__name__ in MOBILE_BLOCKS for module in detector.modules())
 
 
+def has_depthwise_convolutions(detector: nn.Module) -> bool:
+    """Return whether a detector has convolutions in which each channel is a group of its own.
+
+    Since version 9.10, cuDNN compiles each plan for them when it is first made, 1.5 s each where it was measured
+    (NVIDIA/cudnn-frontend#1066), so that a search of the fastest of ten would take minutes.
+    """
+    convolutions = [module for module in detector.modules() if isinstance(module, nn.Conv2d)]
+    return any(convolution.groups == convolution.in_channels > 1 for convolution in convolutions)
+
+
+@contextlib.contextmanager
+def without_search() -> Iterator[None]:
+    """Let cuDNN choose its convolutions without a search inside: for shapes that come once."""
+    searches = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = searches
+
+
 def precision_of_gpu(capability: tuple[int, int], rocm: str | None) -> tuple[str, bool | None]:
     """Return (precision, whether TensorFloat-32 is used) for a GPU.
 

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,18 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             m.training = training
 
 
+class _Kept(NamedTuple):
+    """What a `FrozenBatchNorm2d` computed from its buffers, and by what it notices that one of them changed.
+
+    buffers: kept, so that no other tensor can have their ids. scale, shift: (1, C, 1, 1).
+    """
+
+    state: list
+    buffers: tuple[Tensor, ...]
+    scale: Tensor
+    shift: Tensor
+
+
 class FrozenBatchNorm2d(nn.Module):
     """A batch norm with fixed statistics and affine parameters, all of them buffers: x * scale + shift per channel.
 
@@ -122,14 +135,38 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_var", torch.ones(num_features))
         self.drop = drop or nn.Identity()
         self.act = act or nn.Identity()
+        self._kept: _Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        shift = self.bias - self.running_mean * scale
-        scale = scale.to(x.dtype).view(1, -1, 1, 1)
-        shift = shift.to(x.dtype).view(1, -1, 1, 1)
+        scale, shift = self._scale_and_shift(x.dtype)
         x = torch.addcmul(shift, x, scale)
         return self.act(self.drop(x))
+
+    def _scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the factor and the offset of each channel, (1, C, 1, 1) each.
+
+        Both are kept until a buffer changes: they take seven kernels of a GPU, where the norm itself takes one.
+        """
+        buffers = (self.weight, self.bias, self.running_mean, self.running_var)
+        have_versions = not any(buffer.is_inference() for buffer in buffers)
+        if torch.compiler.is_compiling() or not have_versions:
+            return self._compute_scale_and_shift(dtype)
+        state = [dtype, self.eps]
+        for buffer in buffers:
+            state += [id(buffer), buffer._version]
+        if self._kept is None or self._kept.state != state:
+            with torch.inference_mode(False):  # whose tensors could not be used in training
+                scale, shift = self._compute_scale_and_shift(dtype)
+            self._kept = _Kept(state, buffers, scale, shift)
+        return self._kept.scale, self._kept.shift
+
+    def _compute_scale_and_shift(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_kept": None}  # a copy has buffers of its own
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}"
@@ -137,6 +174,28 @@ class FrozenBatchNorm2d(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         state_dict.pop(f"{prefix}num_batches_tracked", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _FrozenElsewhere(FrozenBatchNorm2d):
+    """A `FrozenBatchNorm2d` with the float32 values of timm's and transformers', which multiply, round and add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float16, torch.bfloat16):
+            return super().forward(x)
+        scale, shift = self._scale_and_shift(x.dtype)
+        return self.act(self.drop(x * scale + shift))
+
+
+def replace_frozen_batch_norms(module: nn.Module) -> None:
+    """Replace the frozen batch norms of timm and transformers in `module`, in place, by `FrozenBatchNorm2d`.
+
+    Theirs compute scale and shift in every forward, seven kernels of a GPU, and turn half precision into float32.
+    """
+    for name, child in module.named_children():
+        replace_frozen_batch_norms(child)
+        is_frozen_norm = type(child).__name__.endswith(("FrozenBatchNorm2d", "FrozenBatchNormAct2d"))
+        if is_frozen_norm and not isinstance(child, FrozenBatchNorm2d):
+            setattr(module, name, _frozen(child, _FrozenElsewhere))
 
 
 def freeze_batch_norms(module: nn.Module) -> nn.Module:
@@ -164,6 +223,36 @@ def hold_batch_norms(module: nn.Module) -> None:
     for child in list(module.modules()):
         if isinstance(child, _BatchNorm) and child.running_mean is not None:
             freeze(child)
+
+
+def count_batches_at_once(module: nn.Module) -> None:
+    """Let the batch norms of `module` add to num_batches_tracked together, at the end of each forward in training.
+
+    On a GPU this is one kernel instead of one for each norm. The counts stay the same, however often a norm is used. It
+    is not for compiled modules, whose graphs hold the buffers.
+    """
+    holders = []  # of the norms' buffers by name
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and child.num_batches_tracked is not None and child.momentum is not None:
+            holders.append(child._buffers)
+    on_host = torch.zeros(len(holders), dtype=torch.int64)
+    totals = []  # the buffers, while a forward is under way
+
+    def begin(*_) -> None:
+        if holders and module.training:
+            totals.extend(holder["num_batches_tracked"] for holder in holders)
+            for holder, count in zip(holders, on_host.zero_(), strict=True):
+                holder["num_batches_tracked"] = count
+
+    def end(*_) -> None:
+        if totals:
+            torch._foreach_add_(totals, on_host.tolist())
+            for holder, total in zip(holders, totals, strict=True):
+                holder["num_batches_tracked"] = total
+            totals.clear()
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
 
 
 def set_bn_momentum(module: nn.Module, momentum: float) -> None:
@@ -197,10 +286,10 @@ def bn_momentum(
     return final + (start - final) * left_by_shape[shape]
 
 
-def _frozen(norm: nn.Module) -> FrozenBatchNorm2d:
+def _frozen(norm: nn.Module, kind: type[FrozenBatchNorm2d] = FrozenBatchNorm2d) -> FrozenBatchNorm2d:
     drop = getattr(norm, "drop", None)
     act = getattr(norm, "act", None)
-    frozen = FrozenBatchNorm2d(norm.num_features, norm.eps, drop, act)
+    frozen = kind(len(norm.running_mean), getattr(norm, "eps", 1e-5), drop, act)
     frozen = frozen.to(norm.running_mean.device, norm.running_mean.dtype)
     with torch.no_grad():
         for name in ("weight", "bias", "running_mean", "running_var"):

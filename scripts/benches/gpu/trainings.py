@@ -42,7 +42,7 @@ class Plan:
         until: steps after which the training is left.
         kill: the step, from 1, in which the process of rank `killed_rank` ends as by `kill -9`.
         nan: the step, from 1, in which every loss is NaN.
-        tries_kernels: False: cuDNN chooses its kernels without trying them, whatever the run has set.
+        tries_kernels: whether cuDNN chooses its kernels by trying them; None: as the run has set.
         loop: trains in place of the script's loop, called with the `Training` and the `Driven`.
     """
 
@@ -53,7 +53,7 @@ class Plan:
     kill: int | None = None
     killed_rank: int = 0
     nan: int | None = None
-    tries_kernels: bool = True
+    tries_kernels: bool | None = None
     loop: "Callable[[Any, Driven], None] | None" = None
 
 
@@ -203,8 +203,8 @@ class Driven:
         t = make(*objects)
         if self.plan.nan is not None:
             t.detector.criterion = partial(self._criterion, t.detector.criterion)
-        if not self.plan.tries_kernels:
-            torch.backends.cudnn.benchmark = False
+        if self.plan.tries_kernels is not None:
+            torch.backends.cudnn.benchmark = self.plan.tries_kernels
         if self.plan.loop is not None:
             self.plan.loop(t, self)
         t.windows = partial(self._windows, t, t.windows)

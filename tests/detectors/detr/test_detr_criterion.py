@@ -7,8 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_detectors import CLASSES, random_target
+from torch.testing import assert_close
 
-from toolkit.detectors.detr.detr_criterion import DetrCriterion, MatchingCosts, PaddedTargets, assign_queries
+from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy, generalized_box_iou
+from toolkit.detectors.detr.detr_criterion import (
+    DetrCriterion,
+    MatchingCosts,
+    PaddedTargets,
+    assign_queries,
+    box_terms,
+    pad_targets,
+)
 
 BY_CLASS_ALONE = MatchingCosts(1.0, 0.0, 0.0)
 
@@ -51,6 +60,23 @@ def test_matching_is_the_cheapest_assignment_in_every_layer_and_image(seed, num_
                 costs = costs.T
             found = class_costs[layer, image, queries, chosen].sum().item()
             assert found == pytest.approx(cheapest_sum(costs), abs=1e-5)
+
+
+def test_box_terms_of_two_sets_are_those_of_each_alone():
+    torch.manual_seed(0)
+    targets = pad_targets([random_target(2), random_target(3)], torch.device("cpu"), torch.float32)
+    sets = []
+    for queries in (5, 7):
+        boxes = torch.rand(2, 2, queries, 4)
+        sets.append((boxes, assign_queries(torch.rand(2, 2, queries, 3), boxes, targets, BY_CLASS_ALONE)))
+    both = box_terms(sets, targets)
+    alone = [box_terms([each], targets)[0] for each in sets]
+    assert_close(both, alone, rtol=0, atol=0)
+    boxes, matches = sets[0]
+    found = cxcywh_to_xyxy(boxes[matches.layer, matches.image, matches.query])
+    wanted = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
+    assert_close(both[0].iou, box_iou(found, wanted), rtol=0, atol=0)
+    assert_close(both[0].loss_giou, 1 - generalized_box_iou(found, wanted), rtol=0, atol=0)
 
 
 def predictions(num_layers: int, batch_size: int, num_queries: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

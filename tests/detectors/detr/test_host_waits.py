@@ -1,5 +1,6 @@
 """Encoder layers and forwards without host synchronisation give the numbers of transformers' own, to the bit."""
 
+import sys
 import tomllib
 
 import pytest
@@ -11,7 +12,8 @@ from places import ROOT
 from small_detectors import HYBRIDS, batch_of, forward, small
 from torch.testing import assert_close
 
-from toolkit.detectors.detr.host_waits import ENCODER_LAYERS, without_host_waits
+from toolkit.detectors.detr import host_waits
+from toolkit.detectors.detr.host_waits import ENCODER_LAYERS, MAKE_DENOISING, without_host_waits
 
 NEWEST_COMPARED = Version("5.23.0")  # the newest release of transformers that the tests of this file ran on
 
@@ -80,25 +82,28 @@ def test_forwards_without_host_waits_give_the_same(name, monkeypatch):
     """Nor does a forward that fails leave anything behind."""
     detector = small(name, dropout=0.1).train()
     calls = []
-    plain = torch.nonzero_static
-    monkeypatch.setattr(torch, "nonzero_static", lambda *args, **kwargs: calls.append(0) or plain(*args, **kwargs))
+    plain = host_waits.send_dicts
+    monkeypatch.setattr(host_waits, "send_dicts", lambda *args: calls.append(0) or plain(*args))
 
     def passed(batch) -> dict:
         torch.manual_seed(1)
         return forward(detector, batch)
 
     core = detector.model.model
+    cpu = torch.device("cpu")
+    make = getattr(sys.modules[type(core).__module__], MAKE_DENOISING)
     for counts in (2, 1), (0, 3), (0, 0):
         batch = batch_of(counts, hw=(64, 64))
         expected = passed(batch)
         assert not calls
-        with without_host_waits(core, counts):
+        with without_host_waits(core, cpu):
             assert_close(passed(batch), expected, rtol=0, atol=0)
         assert len(calls) == any(counts)
         calls.clear()
     hook = core.enc_output.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), without_host_waits(core, counts):
+    with pytest.raises(ZeroDivisionError), without_host_waits(core, cpu):
         passed(batch)
     hook.remove()
     assert not torch.overrides._get_current_function_mode()
     assert not core.enc_output._forward_pre_hooks
+    assert getattr(sys.modules[type(core).__module__], MAKE_DENOISING) is make

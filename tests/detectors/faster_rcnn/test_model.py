@@ -5,6 +5,8 @@ import torch
 from rcnn_data import EVERYTHING, TARGETS, assert_losses_are_torchvisions, images_of, losses_of, target, tiny
 
 from toolkit.base.seeding import seed_images
+from toolkit.detectors.faster_rcnn import model
+from toolkit.detectors.faster_rcnn.model import MAX_KEPT_ANCHORS
 from toolkit.models import build_detector
 
 
@@ -34,6 +36,31 @@ def test_an_object_without_area_has_finite_losses(training):
     sum(losses.values()).backward()
     for parameter in detector.parameters():
         assert parameter.grad.isfinite().all()
+
+
+def test_anchors_are_kept_for_a_few_sizes_and_can_be_trained_with_behind_inference_mode():
+    detector = tiny()
+    made = []
+    for side in range(1, MAX_KEPT_ANCHORS + 3):
+        grids = [torch.Size((side, 4))] * len(detector.rpn.anchor_generator.sizes)
+        with torch.inference_mode():
+            anchors = detector._anchors(grids, torch.device("cpu"))
+        assert detector._anchors(grids, torch.device("cpu")) is anchors
+        assert torch.equal(anchors, detector._make_anchors(grids, torch.device("cpu")))
+        assert not anchors.is_inference()
+        made.append(anchors)
+    assert list(map(id, detector._kept_anchors.values())) == list(map(id, made[2:]))
+
+
+def test_anchors_are_sampled_while_a_gpu_chooses_proposals(monkeypatch):
+    order = []
+    detector = tiny().train()
+    begin = detector._begin_proposals
+    sample = model.sampled_anchors
+    monkeypatch.setattr(detector, "_begin_proposals", lambda *given: lambda: order.append("read") or begin(*given)())
+    monkeypatch.setattr(model, "sampled_anchors", lambda *given: order.append("sample") or sample(*given))
+    losses_of(detector, TARGETS)
+    assert order == ["sample", "read"]
 
 
 def test_detections_with_logits_are_one_class_per_proposal():

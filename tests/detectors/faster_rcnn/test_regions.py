@@ -6,7 +6,7 @@ from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image, nms, remove_small_boxes
 from torchvision.ops.poolers import LevelMapper
 
-from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, limits_whwh
+from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, begin_proposals, limits_whwh
 
 SIZES = [(60, 100), (90, 70), (100, 100)]
 
@@ -24,7 +24,7 @@ def test_proposals_are_those_of_each_image():
     logits = torch.randn(3, sum(per_level))
     limits = limits_whwh(SIZES, torch.device("cpu"))
     options = {"before": 60, "after": 40, "threshold": 0.7, "min_size": 1e-3, "min_score": 0.2}
-    found, on_host = best_proposals(boxes, logits, per_level, limits, **options)
+    found, on_host = begin_proposals(boxes, logits, per_level, limits, **options)()
     torch.testing.assert_close(on_host, found, rtol=0, atol=0)
     for own, image_boxes, image_logits, size_hw in zip(found, boxes, logits, SIZES, strict=True):
         kept_boxes = []

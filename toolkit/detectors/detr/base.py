@@ -30,6 +30,7 @@ from toolkit.detectors.detr.host_waits import clamp_without_check_
 from toolkit.detectors.detr.options import DecoderOptions
 from toolkit.models.detector import Detector, MapTap
 from toolkit.models.final import save_transformers_folder
+from toolkit.step.freezing import replace_frozen_batch_norms
 
 # Each decoder layer checks that the sizes of the maps, which it is given twice, agree: a host synchronisation.
 os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
@@ -74,6 +75,7 @@ class TransformersDetector(Detector):
         """Set the criterion `set_loss`, mean and deviation of the pixels, and `used`, the resolved options that the
         config lacks."""
         clamp_without_check_(self.model)
+        replace_frozen_batch_norms(self.model)
         for name, parameter in self.model.named_parameters():
             if name.endswith("embeddings.mask_token"):  # of a DINO's pretraining: no loss depends on it
                 parameter.requires_grad_(False)

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from toolkit.base.batch import on_host, send
+from toolkit.base.batch import on_host, pad_rows, send, send_dicts
 from toolkit.base.box_ops import (
     cxcywh_to_xyxy,
-    generalized_box_iou,
+    iou_and_giou,
     normalize_boxes,
     pairwise_generalized_iou,
     xyxy_to_cxcywh,
@@ -63,13 +62,18 @@ def pad_targets(targets: Sequence[Mapping[str, Tensor]], device: torch.device, d
     """
     sizes_hw = torch.stack([t["size"].to(device, non_blocking=True) for t in targets])
     boxes = [t["boxes"].to(device=device, dtype=dtype, non_blocking=True) for t in targets]
-    boxes_xyxy = pad_sequence(boxes, batch_first=True)  # (B, T, 4)
     labels = [t["labels"].to(device, non_blocking=True) for t in targets]
-    valid = pad_sequence([_is_object(on_host(t)) for t in targets], batch_first=True, padding_value=False)
+    # Padded by index, in as few operations for many images as for one; row 0 stands for padding.
+    counts = [len(of_image) for of_image in labels]
+    rows = torch.arange(1, 1 + sum(counts))
+    is_object = torch.cat([_is_object(on_host(t)) for t in targets])
+    padded = {"rows": pad_rows(rows, counts), "valid": pad_rows(is_object, counts)}  # (B, T)
+    (padded,) = send_dicts([padded], device)
+    boxes_xyxy = torch.cat([boxes[0].new_zeros(1, 4), *boxes])[padded["rows"]]  # (B, T, 4)
     return PaddedTargets(
-        labels=pad_sequence(labels, batch_first=True),
+        labels=torch.cat([labels[0].new_zeros(1), *labels])[padded["rows"]],
         boxes_cxcywh=xyxy_to_cxcywh(normalize_boxes(boxes_xyxy, sizes_hw)),
-        valid=send(valid, device),
+        valid=padded["valid"],
         labelled=labelled_classes(targets, device),
     )
 
@@ -165,22 +169,42 @@ def full_precision(tensor: Tensor) -> Tensor:
     return tensor.float() if is_half else tensor
 
 
-def box_sums(boxes_cxcywh: Tensor, targets: PaddedTargets, matches: QueryMatches) -> dict[str, Tensor]:
-    """Return `loss_bbox` (L1 of cxcywh as fractions) and `loss_giou` (1 - GIoU), each summed over the matches of a
-    layer, `(L,)`.
+class BoxTerms(NamedTuple):
+    """Terms of N matched pairs, each `(N,)`: L1 of cxcywh as fractions, 1 - GIoU, and the IoU, without gradient."""
 
-    boxes_cxcywh: `(L, B, Q, 4)` predictions of L layers with Q queries. Every layer must have the same number of
-    matches.
+    loss_bbox: Tensor
+    loss_giou: Tensor
+    iou: Tensor
+
+    def sums(self, num_layers: int) -> dict[str, Tensor]:
+        """Return `loss_bbox` and `loss_giou`, each summed over the matches of a layer, `(L,)`.
+
+        Every one of the `num_layers` layers must have the same number of matches.
+        """
+        by_layer = (num_layers, len(self.iou) // num_layers)
+        return {
+            "loss_bbox": self.loss_bbox.view(by_layer).sum(1),
+            "loss_giou": self.loss_giou.view(by_layer).sum(1),
+        }
+
+
+def box_terms(predictions: Sequence[tuple[Tensor, QueryMatches]], targets: PaddedTargets) -> list[BoxTerms]:
+    """Return the terms of each of `predictions`, in as few operations for several as for one.
+
+    predictions: boxes `(L, B, Q, 4)`, cxcywh as fractions, of L layers with Q queries, and their matches.
     """
-    predicted = boxes_cxcywh[matches.layer, matches.image, matches.query]  # (N, 4)
-    target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
-    giou = generalized_box_iou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(target_boxes))
-    terms = {
-        "loss_bbox": (predicted - target_boxes).abs().sum(-1),
-        "loss_giou": 1 - giou,
-    }
-    by_layer = (len(boxes_cxcywh), len(giou) // len(boxes_cxcywh))
-    return {name: values.view(by_layer).sum(1) for name, values in terms.items()}
+    predicted = []
+    wanted = []
+    for boxes_cxcywh, matches in predictions:
+        predicted.append(boxes_cxcywh[matches.layer, matches.image, matches.query])
+        wanted.append(targets.boxes_cxcywh[matches.image, matches.target])
+    counts = [len(boxes) for boxes in wanted]
+    predicted = predicted[0] if len(predictions) == 1 else torch.cat(predicted)  # (N, 4)
+    wanted = wanted[0] if len(predictions) == 1 else torch.cat(wanted)
+    iou, giou = iou_and_giou(cxcywh_to_xyxy(predicted), cxcywh_to_xyxy(wanted))
+    l1 = (predicted - wanted).abs().sum(-1)
+    columns = zip(l1.split(counts), (1 - giou).split(counts), iou.detach().split(counts), strict=True)
+    return [BoxTerms(*column) for column in columns]
 
 
 @torch.no_grad()
@@ -337,7 +361,8 @@ class DetrCriterion(nn.Module):
             labels = classes.masked_fill(classes == self.num_classes, -1)
             ce = times_class_weights(ce, labels, object_weights)
         by_layer = {"loss_ce": ce.view(num_layers, -1).sum(1) / denominators["class_weights"]}
-        for name, values in box_sums(boxes_cxcywh, targets, matches).items():
+        (of_boxes,) = box_terms([(boxes_cxcywh, matches)], targets)
+        for name, values in of_boxes.sums(num_layers).items():
             by_layer[name] = values / denominators["boxes"]
         losses = {}
         for i, suffix in enumerate(self.suffixes):

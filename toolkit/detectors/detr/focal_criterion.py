@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import sigmoid_focal_loss
 
-from toolkit.base.box_ops import box_iou, cxcywh_to_xyxy
 from toolkit.detectors.detr.detr_criterion import (
+    BoxTerms,
     MatchingCosts,
     PaddedTargets,
     QueryMatches,
     assign_queries,
-    box_sums,
+    box_terms,
     full_precision,
     matching_metrics,
     pad_targets,
@@ -136,7 +136,8 @@ class FocalCriterion(nn.Module):
             mask_costs = of_decoder.matching_costs() if masks else None
             matches = match_focal(logits, boxes, padded, self.matching_costs, groups, mask_costs)
             common = (self.class_terms, "loss_ce", denominator)
-            losses = matched_losses(logits, boxes, padded, matches, self.suffixes, *common, class_weights)
+            (of_boxes,) = box_terms([(boxes, matches)], padded)
+            losses = matched_losses(logits, of_boxes, padded, matches, self.suffixes, *common, class_weights)
             if masks:
                 losses |= of_decoder.losses(matches, self.suffixes, denominator)
             if self.encoder:
@@ -148,11 +149,17 @@ class FocalCriterion(nn.Module):
                         labelled=None,
                     )
                     encoder_weights = None
-                proposed = outputs["encoder_logits"][None], outputs["encoder_boxes"][None]
+                logits_of_proposals = outputs["encoder_logits"][None]
+                boxes_of_proposals = outputs["encoder_boxes"][None]
                 of_encoder = masks.layers(slice(-1, None)) if masks else None
                 mask_costs = of_encoder.matching_costs() if masks else None
-                assigned = match_focal(*proposed, encoder_targets, self.matching_costs, groups, mask_costs)
-                losses |= matched_losses(*proposed, encoder_targets, assigned, ("_enc",), *common, encoder_weights)
+                assigned = match_focal(
+                    logits_of_proposals, boxes_of_proposals, encoder_targets, self.matching_costs, groups, mask_costs
+                )
+                (of_boxes,) = box_terms([(boxes_of_proposals, assigned)], encoder_targets)
+                losses |= matched_losses(
+                    logits_of_proposals, of_boxes, encoder_targets, assigned, ("_enc",), *common, encoder_weights
+                )
                 if masks:
                     losses |= of_encoder.losses(assigned, ("_enc",), denominator)
             detecting = logits.shape[2] // groups
@@ -163,7 +170,7 @@ class FocalCriterion(nn.Module):
 
 def matched_losses(
     logits: Tensor,
-    boxes_cxcywh: Tensor,
+    of_boxes: BoxTerms,
     targets: PaddedTargets,
     matches: QueryMatches,
     suffixes: Sequence[str],
@@ -176,25 +183,23 @@ def matched_losses(
     `loss_giou`, each followed by the suffix of the layer.
 
     Args:
-        logits, boxes_cxcywh: `(L, B, Q, C)` and `(L, B, Q, 4)` for L layers and Q queries.
+        logits: `(L, B, Q, C)` for L layers and Q queries.
+        of_boxes: `box_terms` of these matches.
         suffixes: one for each layer.
         class_terms: `focal_terms` or another function with its arguments.
         denominator: divisor of every sum.
         class_weights: (C,), by which the class terms of a query are multiplied if it has an object; None: by 1.
     """
     where = (matches.layer, matches.image, matches.query)
-    target_boxes = cxcywh_to_xyxy(targets.boxes_cxcywh[matches.image, matches.target])
-    predicted_boxes = cxcywh_to_xyxy(boxes_cxcywh.detach()[where])
-    ious = box_iou(predicted_boxes, target_boxes)  # (N,)
     positives = (*where, targets.labels[matches.image, matches.target])
-    by_class = class_terms(logits, positives, ious)  # (L, B, Q, C)
+    by_class = class_terms(logits, positives, of_boxes.iou)  # (L, B, Q, C)
     by_class = without_unlabelled(by_class, positives, targets.labelled)
     if class_weights is not None:
         labels = torch.full(by_class.shape[:3], -1, device=by_class.device)  # of each query
         labels[where] = positives[-1]
         by_class = times_class_weights(by_class, labels, class_weights)
     sums = {class_loss: by_class.flatten(1).sum(1)}
-    sums |= box_sums(boxes_cxcywh, targets, matches)
+    sums |= of_boxes.sums(len(logits))
     losses = {}
     for name, by_layer in sums.items():
         for suffix, value in zip(suffixes, by_layer / denominator, strict=True):

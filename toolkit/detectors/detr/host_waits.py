@@ -4,11 +4,13 @@ In training each encoder layer checks whether its output is finite, and clamps t
 per layer, in the middle of a step. Clamping does not change finite values, so here it is done without the check.
 
 Between the projection of the feature maps and the selection of queries, RT-DETR, D-FINE and DEIMv2 copy the sizes of
-the maps to the device one by one, and look up the positives of the denoising queries although their number is known.
+the maps to the device one by one, and make denoising queries there, although they know their objects on the host.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 
 import torch
@@ -16,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from toolkit.base.batch import send_dicts
+
+# The function of transformers that makes denoising queries.
+MAKE_DENOISING = "get_contrastive_denoising_training_group"
 # Layers of transformers whose forward is `_forward`.
 ENCODER_LAYERS = {f"{name}EncoderLayer" for name in "ConditionalDetr DFine DeformableDetr Deimv2 Detr RTDetrV2".split()}
 
@@ -53,41 +59,55 @@ def _forward(
     return hidden_states
 
 
-class KnownSizes(TorchFunctionMode):
-    """A mode of PyTorch without two kinds of waits: scalars assigned to a tensor are filled in instead of copied to the
-    device, and `torch.nonzero` returns a known number of rows, `positives`."""
-
-    def __init__(self, positives: int):
-        super().__init__()
-        self.positives = positives
+class ScalarsFilledIn(TorchFunctionMode):
+    """A mode of PyTorch in which scalars assigned to a tensor are filled in instead of copied to the device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.__setitem__ and isinstance(args[2], int | float):
             args[0][args[1]].fill_(args[2])  # transformers indexes with integers and slices: this is a view
             return None
-        if func is torch.nonzero:
-            return torch.nonzero_static(args[0], size=self.positives)
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def without_host_waits(model: nn.Module, counts: Sequence[int]) -> Iterator[None]:
-    """Return a context in which `model` runs without waiting for the sizes of its feature maps.
+def without_host_waits(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Return a context in which `model`, on `device`, runs without waiting for sizes or denoising queries.
 
-    Args:
-        model: RT-DETR, D-FINE or DEIMv2 of transformers, without the part that computes the loss.
-        counts: for each image, the number of objects from which denoising queries are made; empty in evaluation.
+    The boxes and labels from which denoising queries are made must be on the CPU.
+
+    model: RT-DETR, D-FINE or DEIMv2 of transformers, without the part that computes the loss.
     """
-    most = max(counts, default=0)
-    groups = max(1, model.config.num_denoising // most) if most else 0
     with ExitStack() as in_between, ExitStack() as hooks:
 
         def begin(*_) -> None:
-            in_between.enter_context(KnownSizes(groups * sum(counts)))
+            in_between.enter_context(ScalarsFilledIn())
 
         def end(*_) -> None:
             in_between.close()
 
         for module, action in ((model.decoder_input_proj[0], begin), (model.enc_output, end)):
             hooks.callback(module.register_forward_pre_hook(action).remove)
+        code_of_model = sys.modules[type(model).__module__]
+        make = getattr(code_of_model, MAKE_DENOISING)
+        setattr(code_of_model, MAKE_DENOISING, partial(_make_on_host, make, device))
+        hooks.callback(setattr, code_of_model, MAKE_DENOISING, make)
         yield
+
+
+def _make_on_host(
+    make: Callable, device: torch.device, targets: Sequence, num_classes: int, num_queries: int, class_embed, **noise
+) -> tuple:
+    """Make denoising queries by transformers' function `make` on the CPU, and send them to `device` in one copy.
+
+    They take 100 to 300 operations, for each image and each group of queries a few, on tensors that are small.
+    """
+    labels, boxes, mask, meta = make(targets, num_classes, num_queries, nn.Identity(), **noise)
+    if meta is None:  # there are no objects
+        return None, None, None, None
+    positives = meta["dn_positive_idx"]
+    made = {"labels": labels, "boxes": boxes, "hidden": mask < 0, "positives": torch.cat(positives)}
+    (sent,) = send_dicts([made], device)
+    mask = torch.zeros_like(sent["hidden"], dtype=mask.dtype).masked_fill_(sent["hidden"], -torch.inf)
+    counts = [len(of_image) for of_image in positives]
+    meta = {**meta, "dn_positive_idx": sent["positives"].split(counts)}
+    return class_embed(sent["labels"]), sent["boxes"], mask, meta

@@ -131,13 +131,14 @@ class RTDetrV2(TransformersDetector):
         self._check_size(*images.shape[-2:])
         pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
+        waits = nullcontext()
+        objects = targets
+        if is_waited_for(images.device) and not torch.compiler.is_compiling():
+            waits = without_host_waits(self.model.model, images.device)
+            objects = [on_host(target) for target in targets or ()]
         labels = None
         if targets and self.training:  # they only make denoising queries
-            labels = _transformers_targets([without_crowd(target) for target in targets])
-        waits = nullcontext()
-        if is_waited_for(images.device) and not torch.compiler.is_compiling():
-            counts = [len(label["boxes"]) for label in labels or ()]
-            waits = without_host_waits(self.model.model, counts)
+            labels = _transformers_targets([without_crowd(target) for target in objects])
         # Without denoising queries transformers keeps boxes in autocast's precision, in bfloat16 1/256 of the image:
         # evaluation is therefore in float32.
         with precision(self.training, images.device), waits:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.base.batch import send
-from toolkit.detectors.detr.detr_criterion import MatchingCosts, QueryMatches, full_precision, pad_targets
+from toolkit.detectors.detr.detr_criterion import MatchingCosts, QueryMatches, box_terms, full_precision, pad_targets
 from toolkit.detectors.detr.focal_criterion import match_focal, matched_losses
 
 # The published values (RT-DETRv2 configs, transformers' RTDetrV2Config): of the matching, of the varifocal loss.
@@ -92,11 +92,18 @@ class RTDetrCriterion(nn.Module):
             noisy = meta["dn_num_split"][0] if meta is not None else 0  # D
             query_logits = torch.cat([logits[:, :, noisy:], encoder_logits[None]])
             query_boxes = torch.cat([boxes[:, :, noisy:], encoder_boxes[None]])
+            matches = match_focal(query_logits, query_boxes, padded, MATCHING_COSTS)
+            predictions = [(query_boxes, matches)]
+            if meta is not None:
+                counts = [len(target["labels"]) for target in targets]
+                noise_matches = denoising_matches(meta, counts, len(logits), device)
+                predictions.append((boxes[:, :, :noisy], noise_matches))
+            of_boxes, *of_noise = box_terms(predictions, padded)
             losses = matched_losses(
                 query_logits,
-                query_boxes,
+                of_boxes,
                 padded,
-                match_focal(query_logits, query_boxes, padded, MATCHING_COSTS),
+                matches,
                 self.query_suffixes,
                 self.class_terms,
                 "loss_vfl",
@@ -104,12 +111,11 @@ class RTDetrCriterion(nn.Module):
                 class_weights,
             )
             if meta is not None:
-                counts = [len(target["labels"]) for target in targets]
                 losses |= matched_losses(
                     logits[:, :, :noisy],
-                    boxes[:, :, :noisy],
+                    *of_noise,
                     padded,
-                    denoising_matches(meta, counts, len(logits), device),
+                    noise_matches,
                     self.denoising_suffixes,
                     self.class_terms,
                     "loss_vfl",

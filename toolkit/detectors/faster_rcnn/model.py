@@ -8,7 +8,7 @@ seamseg are listed in docs/differences.md.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,13 +41,14 @@ from toolkit.detectors.faster_rcnn.mask_branch import (
     training_parts,
 )
 from toolkit.detectors.faster_rcnn.options import TwoStageOptions
-from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, best_proposals, clip, limits_whwh
-from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, padded_truths, sampled_anchors, sampled_boxes
+from toolkit.detectors.faster_rcnn.regions import LevelPool, apply_deltas, begin_proposals, clip, limits_whwh
+from toolkit.detectors.faster_rcnn.samples import Draw, Sampler, Truths, padded_truths, sampled_anchors, sampled_boxes
 from toolkit.models.detector import Detector
 from toolkit.models.nms import class_wise_nms, repeated_until_enough, top_k_rows
 from toolkit.models.pasted_masks import masks_in_boxes
 from toolkit.step.losses import labelled_classes, unlabelled_columns
 
+MAX_KEPT_ANCHORS = 16  # sizes of batches; 4 MB each at 800 x 1216 px
 MIN_BOX_SIDE_PX = 1e-2  # side in pixels, torchvision's
 
 Sizes = Sequence[tuple[int, int]]  # (h, w) of each image in pixels, without padding
@@ -103,6 +104,7 @@ class FasterRCNN(Detector):
         self.roi_heads = model.roi_heads
         self.stages = stages
         self.strides = tuple(strides)
+        self._kept_anchors: dict[tuple, Tensor] = {}  # by device and sizes of the maps, see `_anchors`
         self.rpn.min_size = stages.rpn_min_size
         self.mean = tuple(model.transform.image_mean)
         self.std = tuple(model.transform.image_std)
@@ -148,7 +150,7 @@ class FasterRCNN(Detector):
 
     def proposals(self, features: Mapping[str, Tensor], images_hw: Sizes) -> list[Tensor]:
         """Return the proposals of each image i, (P_i, 4) float32 xyxy pixels without gradient, best first."""
-        proposals, _ = self._proposals(*self._predict_anchors(features), images_hw)
+        proposals, _ = self._begin_proposals(*self._predict_anchors(features), images_hw)()
         return proposals
 
     def detect(
@@ -203,46 +205,55 @@ class FasterRCNN(Detector):
     ) -> dict:
         """Return what `forward` returns, from maps that `features` has already computed."""
         anchors, logits, deltas, per_level = self._predict_anchors(features)
-        boxes, boxes_on_host = self._proposals(anchors, logits, deltas, per_level, images_hw)
+        read_proposals = self._begin_proposals(anchors, logits, deltas, per_level, images_hw)
         if targets is None:
+            boxes, boxes_on_host = read_proposals()
             logits, deltas = self.detect(features, boxes, images_hw, boxes_on_host)
             return self._to_decode(features, boxes, logits, deltas)
-        outputs, samples = self._sampled_parts(features, anchors, logits, deltas, boxes, targets)
+        # A GPU chooses proposals, and meanwhile the host launches the sampling of anchors, which does not need them.
+        truths = padded_truths(targets)
+        draw = self._drawing(targets)
+        outputs = self._sampled_anchors(anchors, logits, deltas, truths, draw)
+        boxes, boxes_on_host = read_proposals()
+        of_boxes, samples = self._sampled_boxes(features, boxes, targets, truths, draw)
+        outputs |= of_boxes
         if self.training:
             return outputs | self._detect_samples(features, images_hw, samples)
         return outputs | self._detect_candidates(features, images_hw, boxes, boxes_on_host, samples, targets)
 
-    def _sampled_parts(
+    def _sampled_anchors(
+        self, anchors: Tensor, logits: Tensor, deltas: Tensor, truths: Truths, draw: Draw
+    ) -> dict[str, Tensor]:
+        """Sample anchors; return what `criterion` needs of them. anchors, logits, deltas: of `_predict_anchors`."""
+        with torch.no_grad():
+            of_rpn = Sampler.of(self.rpn, self.stages.rpn_crowd_overlap)
+            index, parts = sampled_anchors(anchors, truths, of_rpn, draw)
+        parts["logits"] = logits.gather(1, index)
+        parts["deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
+        return {f"rpn_{name}": part for name, part in parts.items()}
+
+    def _sampled_boxes(
         self,
         features: Mapping[str, Tensor],
-        anchors: Tensor,
-        logits: Tensor,
-        deltas: Tensor,
         boxes: Sequence[Tensor],
         targets: Sequence[Mapping],
+        truths: Truths,
+        draw: Draw,
     ) -> tuple[dict[str, Tensor], Samples]:
-        """Sample anchors and boxes; return what `criterion` needs of both, but for the predictions of the boxes, and
-        the sampled boxes.
+        """Sample boxes; return what `criterion` needs of them, but for their predictions, and the sampled boxes.
 
-        anchors, logits, deltas: of `_predict_anchors`. boxes: the proposals (P_i, 4) of each image i.
+        boxes: the proposals (P_i, 4) of each image i.
         """
         o = self.stages
         with torch.no_grad():
-            truths = padded_truths(targets)
-            draw = self._drawing(targets)
-            of_rpn = Sampler.of(self.rpn, o.rpn_crowd_overlap)
-            index, rpn_parts = sampled_anchors(anchors, truths, of_rpn, draw)
             of_box = Sampler.of(self.roi_heads, o.box_crowd_overlap, o.box_bg_iou_from)
             rows, sampled, counts, roi_parts = sampled_boxes(boxes, truths, of_box, draw)
         match = roi_parts.pop("match")
-        rpn_parts["logits"] = logits.gather(1, index)
-        rpn_parts["deltas"] = deltas.gather(1, index[..., None].expand(-1, -1, 4))
-        labelled = labelled_classes(targets, anchors.device)
+        labelled = labelled_classes(targets, sampled.device)
         if labelled is not None:
-            image = image_of_each(counts, anchors.device)
+            image = image_of_each(counts, sampled.device)
             roi_parts["unlabelled"] = unlabelled_columns(labelled, 0)[image]
-        outputs = {f"rpn_{name}": part for name, part in rpn_parts.items()}
-        outputs |= {f"roi_{name}": part for name, part in roi_parts.items()}
+        outputs = {f"roi_{name}": part for name, part in roi_parts.items()}
         sampled_on_host = None
         if self.predicts_masks:
             sampled_on_host, match_on_host = to_host([sampled, match])  # the pools need not wait then
@@ -468,36 +479,54 @@ class FasterRCNN(Detector):
         logits, deltas = self.rpn.head(maps)
         per_level = [level[0].numel() for level in logits]
         logits, deltas = concat_box_prediction_layers(logits, deltas)
-        finest_height, finest_width = maps[0].shape[-2:]
-        image_height = finest_height * self.strides[0]
-        image_width = finest_width * self.strides[0]
-        grids = [level.shape[-2:] for level in maps]
-        grid_strides = [[image_height // height, image_width // width] for height, width in grids]
-        generator = self.rpn.anchor_generator
-        device = maps[0].device
-        generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
-        anchors = torch.cat(generator.grid_anchors(grids, grid_strides)).float()
+        anchors = self._anchors([level.shape[-2:] for level in maps], maps[0].device)
         count = len(maps[0])
         logits = logits.float().view(count, -1)
         deltas = deltas.float().view(count, -1, 4)
         return anchors, logits, deltas, per_level
 
+    def _anchors(self, grids: Sequence[torch.Size], device: torch.device) -> Tensor:
+        """Return the anchors (A, 4) float32 of all levels, whose maps have the sizes `grids`.
+
+        Those of a few sizes are kept: to make them takes eight kernels of a GPU for each level.
+        """
+        if torch.compiler.is_compiling():
+            return self._make_anchors(grids, device)
+        kept = self._kept_anchors
+        key = (device, *grids)
+        if key not in kept:
+            if len(kept) == MAX_KEPT_ANCHORS:
+                del kept[next(iter(kept))]
+            with torch.inference_mode(False):  # whose tensors could not be used in training
+                kept[key] = self._make_anchors(grids, device)
+        return kept[key]
+
+    def _make_anchors(self, grids: Sequence[torch.Size], device: torch.device) -> Tensor:
+        finest_height, finest_width = grids[0]
+        image_height = finest_height * self.strides[0]
+        image_width = finest_width * self.strides[0]
+        grid_strides = [[image_height // height, image_width // width] for height, width in grids]
+        generator = self.rpn.anchor_generator
+        generator.set_cell_anchors(torch.float32, device)  # torchvision takes the maps' dtype: half precision
+        return torch.cat(generator.grid_anchors(grids, grid_strides)).float()
+
     @torch.no_grad()
-    def _proposals(
+    def _begin_proposals(
         self,
         anchors: Tensor,
         logits: Tensor,
         deltas: Tensor,
         per_level: list[int],
         images_hw: Sizes,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the proposals (P_i, 4) of each image, and the same on the host."""
+    ) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
+        """Return a function that returns the proposals (P_i, 4) of each image, and the same on the host; a GPU computes
+        them until it is called."""
         rpn = self.rpn
         boxes = apply_deltas(deltas, anchors, self.rpn.box_coder.weights)
         if not is_waited_for(boxes.device):
             proposals, _ = rpn.filter_proposals(boxes, logits, list(images_hw), per_level)
-            return proposals, proposals
-        return best_proposals(
+            return lambda: (proposals, proposals)
+        return begin_proposals(
             boxes,
             logits,
             per_level,

@@ -3,7 +3,7 @@ images one by one and waits for each; on a CPU its loop is faster), and RoIAlign
 box."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchvision.ops import MultiScaleRoIAlign
 
 from toolkit.base.batch import image_of_each, rows_of, send
-from toolkit.models.nms import repeated_until_enough, sorted_nms
+from toolkit.models.nms import begin_until_enough, sorted_nms
 from toolkit.models.roi_align import pooled_regions
 
 MAX_DELTA = math.log(1000.0 / 16)  # of width and height, as torchvision's BoxCoder
@@ -45,7 +45,7 @@ def limits_whwh(sizes_hw: Sequence[tuple[int, int]], device: torch.device) -> Te
     return send(torch.tensor(limits, dtype=torch.float32), device)
 
 
-def best_proposals(
+def begin_proposals(
     boxes_xyxy: Tensor,
     logits: Tensor,
     per_level: Sequence[int],
@@ -56,9 +56,11 @@ def best_proposals(
     threshold: float,
     min_size: float,
     min_score: float,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Run torchvision's `filter_proposals` for the whole batch with one host read: return the proposals (P_i, 4) of
-    each image i, best first, and the same on the CPU.
+) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
+    """Begin torchvision's `filter_proposals` for the whole batch, without waiting for it.
+
+    Returns a function that waits, with one host read, and returns the proposals (P_i, 4) of each image i, best first,
+    and the same on the CPU.
 
     Args:
         boxes_xyxy, logits: (B, A, 4) and (B, A) of all A anchors.
@@ -99,11 +101,16 @@ def best_proposals(
         counts = keep.sum(1).clamp(max=after)
         return [counts, best], best
 
-    (counts, best_on_host), best = repeated_until_enough(select)
-    counts = counts.tolist()
-    proposals = [rows[:count] for rows, count in zip(best, counts, strict=True)]
-    proposals_on_host = [rows[:count] for rows, count in zip(best_on_host, counts, strict=True)]
-    return proposals, proposals_on_host
+    settle = begin_until_enough(select)
+
+    def read() -> tuple[list[Tensor], list[Tensor]]:
+        (counts, best_on_host), best = settle()
+        counts = counts.tolist()
+        proposals = [rows[:count] for rows, count in zip(best, counts, strict=True)]
+        proposals_on_host = [rows[:count] for rows, count in zip(best_on_host, counts, strict=True)]
+        return proposals, proposals_on_host
+
+    return read
 
 
 class LevelPool(MultiScaleRoIAlign):
