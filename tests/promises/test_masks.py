@@ -79,7 +79,8 @@ RECIPES = {
     # Canvases are filled with 124, which its filters overshoot.
     "yolov3": Recipe({"recipe": "yolov3"}, level=160),
 }
-FORMATS = {"coco": None, "voc": "masks", "yolo": "polygons", "hub": "polygons"}  # what a conversion loses, in a word
+# What a conversion loses, in a word.
+FORMATS = {"coco": None, "voc": "masks", "yolo": "polygons", "hub": "polygons", "labelme": "boxes"}
 POLICY = policy_of(
     [
         {"RandomZoomOut": {"fill": [123, 117, 104], "side_range": [1.0, 2.0]}},
