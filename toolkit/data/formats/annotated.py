@@ -53,6 +53,12 @@ class ParsedImage(NamedTuple):
     problems: Sequence[Problem] = ()
 
 
+    def named(self, file_name: str) -> "ParsedImage":
+        """Return the image with the name of the file that was found for it, in its problems too."""
+        problems = [replace(problem, file=file_name) for problem in self.problems]
+        return self._replace(file_name=file_name, problems=problems)
+
+
 class LabelledShape(NamedTuple):
     """A shape with the name of its class. ignored: as of `ParsedBox`. group: shapes of one class and one group are the
     parts of one object; None: the shape is an object of its own.

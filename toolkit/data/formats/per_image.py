@@ -214,7 +214,7 @@ class AnnotationFiles:
                 message = f"{first}{suffix} is an annotation of {name} too; keep one of them"
                 problems.append(Problem("error", f"{stem}{suffix}", None, None, message))
                 continue
-            images[stem] = image._replace(file_name=name)
+            images[stem] = image.named(name)
         return images, problems
 
     def listing(

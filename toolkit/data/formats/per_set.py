@@ -98,7 +98,7 @@ def _listing(format: SetFormat, found: Splits, split: str, reading: Reading) -> 
     images = _images_of(documents[path], split)
     folder = found.folder.parent if found.folder.is_file() else found.folder
     root = reading.image_dir or _image_root(format, found.layout, folder, path, split, images)
-    images = [image._replace(file_name=_name_there(format, root, image.file_name)) for image in images]
+    images = [image.named(_name_there(format, root, image.file_name)) for image in images]
     pictures = find_missing(rows_of(images), root, found.layout, reading.image_dir or folder, split)
     listed = [image.file_name for document in documents.values() for image in document.images]
     problems = [*documents[path].problems, *chain.from_iterable(image.problems for image in images)]
@@ -157,8 +157,10 @@ def _image_root(
 ) -> Path:
     """Find the folder of the images: that of the file, or one in it or in that of the data set."""
     bases = list(dict.fromkeys((path.parent, path.parent.parent if path.parent != folder else folder, folder)))
-    names = (*IMAGE_FOLDERS[::-1], f"images/{split}", split)
-    candidates = [base / name for base in bases for name in names]
+    candidates = [base / name for base in bases for name in IMAGE_FOLDERS[::-1]]
+    of_splits = layout.folders_of_splits(*bases, *(base / "images" for base in bases))
+    for inner in of_splits.get(split, []):
+        candidates += [inner, inner / "images"]
     some = [image.file_name for image in images[:PROBED_NAMES]]
 
     def holds(candidate: Path) -> bool:

@@ -76,7 +76,7 @@ def _listing(found: Splits, split: str, reading: Reading) -> Listing:
         part = files.part(folder.parent, folder, split, reading.image_dir)
         if reading.image_dir is None:  # pictures of several data sets may have one name
             below = part.root.relative_to(found.folder).as_posix()
-            images = {stem: image._replace(file_name=f"{below}/{image.file_name}") for stem, image in part.images.items()}
+            images = {stem: image.named(f"{below}/{image.file_name}") for stem, image in part.images.items()}
             part = replace(part, root=found.folder, images=images)
         parts.append(part)
     listing, images = files.listing(parts, split, reading.image_dir, masks=reading.masks)

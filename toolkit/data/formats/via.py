@@ -24,7 +24,7 @@ LINES = ("point", "polyline", "line")
 def find(layout: Layout) -> Splits | None:
     """Return the splits of a folder of VIA's files, or of one file; None if there are none.
 
-    Of a project, and annotations as JSON and as CSV, the first in this order is read.
+    Of several files with the same content the first by name is read, and JSON before CSV.
     """
     return find_documents(FORMAT, layout)
 
@@ -92,12 +92,16 @@ def _class_attribute(regions: list) -> str | None:
     for region in regions:
         attributes = region.get("region_attributes") if isinstance(region, Mapping) else None
         if isinstance(attributes, Mapping):
-            used |= dict.fromkeys(name for name, value in attributes.items() if _class_of(value))
+            used |= dict.fromkeys(name for name, value in attributes.items() if _is_set(value))
     by_usual_name = {name.strip().lower(): name for name in reversed(used)}
     usual = [by_usual_name[name] for name in USUAL_NAMES if name in by_usual_name]
     if len(used) > 1 and not usual:
         raise ValueError(f"its regions have the attributes {', '.join(used)}; call the one that is the class `class`")
     return next(iter([*usual, *used]), None)
+
+
+def _is_set(value: object) -> bool:
+    return any(value.values()) if isinstance(value, Mapping) else bool(value)
 
 
 def _class_of(value: object) -> object:
@@ -115,7 +119,11 @@ def _drawn(shape: Mapping) -> Drawn:
     if kind in LINES:
         raise NoArea(kind)
     if kind in ("polygon", "polyline"):
-        return polygon(list(zip(_all(shape, "x"), _all(shape, "y"), strict=True)))
+        xs = numbers_in(shape["all_points_x"])
+        ys = numbers_in(shape["all_points_y"])
+        if len(xs) != len(ys):
+            raise ValueError(f"it has {len(xs)} and {len(ys)} coordinates; expected as many of y as of x")
+        return polygon(list(zip(xs, ys, strict=True)))
     if kind == "rect":
         x, y, width, height = numbers_in([shape[key] for key in ("x", "y", "width", "height")], 4)
         return rectangle([(x, y), (x + width, y + height)])
@@ -124,10 +132,6 @@ def _drawn(shape: Mapping) -> Drawn:
         x, y, across, down = numbers_in([shape[key] for key in keys], 4)
         return ellipse((x, y), (across, down), math.degrees(float(shape.get("theta", 0.0))))
     raise ValueError(f"it is a {kind}, which is not read; expected a polygon, rect, circle or ellipse")
-
-
-def _all(shape: Mapping, axis: str) -> list[float]:
-    return numbers_in(shape[f"all_points_{axis}"])
 
 
 FORMAT = SetFormat("via", TITLE, (".json", ".csv"), _parse)
