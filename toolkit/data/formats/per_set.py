@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.data.annotations import Reading
+from toolkit.data.annotations import Reading, is_id
 from toolkit.data.find_images import find_missing, find_root, found_name
 from toolkit.data.formats.annotated import Listing, ParsedImage, open_annotated, rows_of
 from toolkit.data.formats.look_alikes import tool_of
@@ -123,6 +123,9 @@ def _parsed(format: SetFormat, path: Path) -> Document:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"not as {format.title} writes it ({error!r})"
         raise BadInput(f"{path}: {reason}") from error
+    odd = [image.file_name for image in document.images if not is_id(image.file_name)]
+    if odd:
+        raise BadInput(f"{path}: the image name {odd[0]!r} cannot be that of a file; expected a path")
     return document
 
 
