@@ -35,12 +35,12 @@ from samples import generator, target_of
 
 from scripts import check_data, convert, evaluate, predict, report, train_faster_rcnn
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rectangle, rle, to_bytes
+from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rectangle, rle, rles_of, to_bytes
 from toolkit.data.classes import with_classes
 from toolkit.data.dataset import DetectionDataset, row_target
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import BLENDING, largest_batch, loader_of_settings, train_transform
-from toolkit.data.segmentations import shape_of
+from toolkit.data.segmentations import box_of_mask, shape_of, to_segmentation
 from toolkit.data.splits import check_not_empty, counts_of, many_crowds, open_split
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
@@ -549,6 +549,34 @@ def test_masks_are_the_same_in_every_format(tmp_path, format, lost):
     assert np.array_equal(sum(masks_of(table), []), sum(masks_of(again), []))
     assert (unsupported_by(table, format) == []) == (lost is None)
     assert (lost or "") in " ".join(unsupported_by(table, format))
+
+
+def donut_and_parts():
+    """Return a donut with an island in its hole, as run lengths, and an object of three parts, as polygons."""
+    pixels = np.zeros((90, 120), np.uint8)
+    pixels[10:60, 20:90] = 1
+    pixels[20:50, 30:70] = 0
+    pixels[30:40, 40:55] = 1
+    parts = [[[3.3, 61.7], [20.1, 64.2], [11, 80.5]], [[40, 70], [52.5, 70], [46, 85]], [[90.2, 66], [111, 71], [99, 88]]]
+    return rles_of(torch.from_numpy(pixels)[None])[0], tuple(np.array(part) for part in parts)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_donut_with_an_island_and_three_parts_stay_what_they_are(tmp_path, format):
+    donut, parts = donut_and_parts()
+    Image.new("RGB", (120, 90)).save(tmp_path / "a.png")
+    image = {"id": 1, "file_name": "a.png", "width": 120, "height": 90}
+    annotations = []
+    for number, shape in enumerate((donut, parts), start=1):
+        about = {"id": number, "image_id": 1, "category_id": 1, "segmentation": to_segmentation(shape)}
+        annotations.append(about | {"iscrowd": 0, "bbox": box_of_mask(about["segmentation"])})
+    document = {"images": [image], "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    table = open_dataset(str(tmp_path / "a.json"), cache_dir=tmp_path / "cache", masks=True)
+    for number in (1, 2):  # there, and from there again
+        write_folder(table, tmp_path / f"{number}", "train", format)
+        table = opened(tmp_path / f"{number}")
+        assert np.array_equal(masks_of(table)[0], [bitmap(shape, (90, 120)) for shape in (donut, parts)])
 
 
 def test_yolo_lines_of_boxes_and_polygons_with_confidence_are_told_apart(tmp_path):

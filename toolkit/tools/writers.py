@@ -230,7 +230,9 @@ def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link:
     An object with a mask is a polygon instead of a box. Crowd regions, annotated areas, ids, relations and attributes
     are not written: YOLO cannot hold them. Returns what `write_yolo` returns.
     """
-    names = distinct(file_names(table), _label_name)
+    # Programs replace the last `images` of a path to find the labels.
+    names = ["/".join(part for part in name.split("/") if part != "images") for name in file_names(table)]
+    names = distinct(names, _label_name)
     copy_images(table, folder / "images" / split, link, names)
     without_polygon = write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}

@@ -92,7 +92,9 @@ def _parse(path: Path) -> ParsedImage:
     content = json_in(path)
     if not isinstance(content, Mapping) or not isinstance(content.get("objects"), list):
         raise ValueError("it has no list `objects`")
-    size = content.get("size") or {}
+    size = content.get("size")
+    if not isinstance(size, Mapping):
+        raise ValueError("it has no `size` with width and height")
     size_wh = (size.get("width"), size.get("height"))
 
     def read_shape(entry: Mapping) -> LabelledShape:
