@@ -333,7 +333,7 @@ def test_masks_of_a_mosaic_end_with_their_quadrant(samples, row, column):
         assert not pixels[~quadrant(box)].any()
 
 
-def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_is_a_crowd():
+def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_is_a_crowd_or_a_box_alone():
     triangle = (
         np.array(
             [
@@ -350,12 +350,13 @@ def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_i
     )
     target["boxes"] = torch.tensor([[5.0, 5, 40, 35]] * 5)
     drawn = draw_masks(target)
-    assert drawn["labels"].tolist() == [0, 1, 2, 3]
-    assert drawn["boxes"].equal(target["boxes"][:4])
-    assert not drawn["masks"][3].any()
+    assert drawn["labels"].tolist() == [0, 1, 2, 3, 4]
+    assert drawn["has_mask"].tolist() == [True, True, True, False, False]
+    assert drawn["boxes"].equal(target["boxes"])
+    assert not drawn["masks"][3:].any()
     assert drawn["masks"][0].equal(torch.from_numpy(bitmap(triangle, (40, 60))))
     tight = draw_masks(target, boxes_from_masks=True)["boxes"]
-    assert tight.equal(torch.cat([boxes_around(drawn["masks"][:3]), target["boxes"][3:4]]))
+    assert tight.equal(torch.cat([boxes_around(drawn["masks"][:3]), target["boxes"][3:]]))
     _, cropped = crop(
         torch.zeros(3, 40, 60, dtype=torch.uint8),
         target,
@@ -557,7 +558,11 @@ def donut_and_parts():
     pixels[10:60, 20:90] = 1
     pixels[20:50, 30:70] = 0
     pixels[30:40, 40:55] = 1
-    parts = [[[3.3, 61.7], [20.1, 64.2], [11, 80.5]], [[40, 70], [52.5, 70], [46, 85]], [[90.2, 66], [111, 71], [99, 88]]]
+    parts = [
+        [[3.3, 61.7], [20.1, 64.2], [11, 80.5]],
+        [[40, 70], [52.5, 70], [46, 85]],
+        [[90.2, 66], [111, 71], [99, 88]],
+    ]
     return rles_of(torch.from_numpy(pixels)[None])[0], tuple(np.array(part) for part in parts)
 
 
@@ -589,8 +594,10 @@ def test_yolo_lines_of_boxes_and_polygons_with_confidence_are_told_apart(tmp_pat
     (folder / "labels" / "a.txt").write_text("\n".join(lines))
     (folder / "data.yaml").write_text("train: images\nnames: [a]\nkpt_shape: null\n")
     table = opened(folder)
-    assert [len(shape[0]) for shape in table.masks_of(0)] == [4, 4, 4, 4]
-    assert table.boxes().iscrowd.tolist() == [False, False, False, True]
+    *polygons, of_box = table.masks_of(0)
+    assert [len(shape[0]) for shape in polygons] == [4, 4, 4]
+    assert of_box is None
+    assert not table.boxes().iscrowd.any()
     assert "there is none" in table.problems[-1].message
 
 
@@ -720,22 +727,22 @@ def test_masks_are_checked_repaired_and_converted(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
     annotations = [
         entry(1),
-        entry(2, 2, segmentation=[]),
+        entry(2, 2, segmentation=[], bbox=[24, 5, 10, 20]),
         entry(4, 2, segmentation=[SQUARE, [1, 1]], area=90),
     ]
     folder = str(masked_coco(tmp_path / "d", annotations))
     fixed = tmp_path / "fixed"
     assert check_data.main([folder, "--masks", "--fix", str(fixed), "--pictures", str(tmp_path / "p")]) == 1
     said = capsys.readouterr().out
-    assert "the object becomes a crowd region" in said
+    assert "its box alone is used" in said
     assert "polygon 2 of 2 has 1 point" in said
     assert "--model.masks true" in said
     assert "area 90 became 320" in (fixed / "changes.txt").read_text()
     assert list((tmp_path / "p").glob("samples_*.jpg"))
-    assert opened(fixed).boxes().iscrowd.tolist() == [False, True, False]
+    assert not opened(fixed).boxes().iscrowd.any()
     convert.main([folder, str(tmp_path / "yolo"), "--to", "yolo", "--masks"])
-    assert "1 crowd regions are left out" in capsys.readouterr().out
-    for table, count in ((opened(fixed), 2), (opened(tmp_path / "yolo"), 1)):
+    assert "crowd regions" not in capsys.readouterr().out
+    for table, count in ((opened(fixed), 2), (opened(tmp_path / "yolo"), 2)):
         (first,), others = masks_of(table)
         assert np.array_equal(first, BLOCK)
         assert len(others) == count

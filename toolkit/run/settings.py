@@ -145,8 +145,23 @@ class DataConfig:
     """Location of the images: a folder, a .zip or .tar archive (or a folder in one), an fsspec URL such as
     s3://bucket/folder, or a list of these; null: a folder is looked for beside the annotation file."""
     format: Literal[
-        "auto", "shapes", "coco", "hub", "visual_genome", "psg", "vrd", "gqa", "open_images", "voc", "yolo", "csv",
-        "labelme", "via", "cvat", "label_studio", "supervisely"
+        "auto",
+        "shapes",
+        "coco",
+        "hub",
+        "visual_genome",
+        "psg",
+        "vrd",
+        "gqa",
+        "open_images",
+        "voc",
+        "yolo",
+        "csv",
+        "labelme",
+        "via",
+        "cvat",
+        "label_studio",
+        "supervisely",
     ] = "auto"
     """Format of the training and validation data; auto recognises it, shapes is the bundled data set. With `data.path`,
     shapes means auto."""

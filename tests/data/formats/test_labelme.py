@@ -1,4 +1,4 @@
-"""LabelMe and X-AnyLabeling: `assets/dirty_sets/labelme.txt`; their masks, and pictures that are stored on their side."""
+"""LabelMe and X-AnyLabeling: `assets/dirty_sets/labelme.txt`; masks, and pictures that are stored on their side."""
 
 import base64
 import io

@@ -52,7 +52,6 @@ class ParsedImage(NamedTuple):
     boxes: Sequence[ParsedBox]
     problems: Sequence[Problem] = ()
 
-
     def named(self, file_name: str) -> "ParsedImage":
         """Return the image with the name of the file that was found for it, in its problems too."""
         problems = [replace(problem, file=file_name) for problem in self.problems]
