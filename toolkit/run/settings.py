@@ -122,8 +122,8 @@ class DataConfig:
     """Settings of the data, their augmentation and the batches."""
 
     path: str | list[str] | None = None
-    """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, or of LabelMe, VIA, CVAT, Label Studio or
-    Supervisely, which is recognised; `data.train` and `data.val` are then names of its splits. A list: several data
+    """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, or of LabelMe, VIA, CVAT, Label Studio
+    or Supervisely, which is recognised; `data.train` and `data.val` are then names of its splits. A list: several data
     sets, trained on together."""
     train: str | list[str] = "train"
     """Training data: an annotation file, a folder, or the name of a split. A list: several data sets, whose classes are

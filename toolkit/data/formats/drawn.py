@@ -108,7 +108,7 @@ def bitmap(pixels: np.ndarray, left: float, top: float, size_hw: Size | None) ->
     """Return pixels (h, w), not 0 inside, whose upper left corner is here in an image of this size."""
     from pycocotools import mask as coco_mask  # here, so that those who train boxes need not import it
 
-    canvas = np.zeros(_checked(size_hw), np.uint8, order="F")
+    canvas = np.zeros(checked_size(size_hw), np.uint8, order="F")
     row = round(top)
     column = round(left)
     rows = slice(max(0, -row), max(0, canvas.shape[0] - row))
@@ -157,7 +157,7 @@ def picture_pixels(encoded: object, what: str) -> np.ndarray:
     try:
         data = encoded if isinstance(encoded, bytes) else base64.b64decode(encoded, validate=True)
         with Image.open(io.BytesIO(data)) as image:
-            _checked(image.size)
+            checked_size(image.size)
             has_alpha = "A" in image.getbands() or "transparency" in image.info
             return np.array(image.convert("RGBA").getchannel("A") if has_alpha else image) > 0
     except UnidentifiedImageError as error:
@@ -168,7 +168,7 @@ def picture_pixels(encoded: object, what: str) -> np.ndarray:
 
 def pixels_of_runs(runs: Sequence[int], width: int, height: int) -> np.ndarray:
     """Return the pixels (h, w) of run lengths row by row, the first of which are outside."""
-    _checked((height, width))
+    checked_size((height, width))
     if min(runs) < 0 or sum(runs) != width * height:
         raise ValueError(f"its run lengths cover {sum(runs)} pixels; expected {width} x {height} = {width * height}")
     return np.repeat(np.arange(len(runs)) % 2, runs).reshape(height, width)
@@ -205,7 +205,7 @@ def _around(points: Sequence[Sequence[float]]) -> tuple[float, float, float, flo
     return min(xs), min(ys), max(xs), max(ys)
 
 
-def _checked(size_hw: Size | None) -> Size:
+def checked_size(size_hw: Size | None) -> Size:
     """Return the size of a picture that a mask is drawn in, if it is one."""
     if size_hw is None or not all(isinstance(side, int) and side > 0 for side in size_hw):
         raise ValueError("it is a mask, for which the file must say width and height of the image")
@@ -218,7 +218,7 @@ def _runs(drawn: Drawn, size_hw: Size | None) -> dict:
     shape, faults = shape_of(drawn.segmentation)
     if faults:
         raise ValueError(faults[0])
-    return rle(shape, _checked(size_hw)).as_coco()
+    return rle(shape, checked_size(size_hw)).as_coco()
 
 
 def _as_text(runs: dict) -> dict:

@@ -15,6 +15,7 @@ from toolkit.data.formats.drawn import (
     Drawn,
     NoArea,
     bitmap,
+    checked_size,
     ellipse,
     numbers_in,
     points_in,
@@ -121,7 +122,8 @@ def _drawn(value: Mapping, size_hw: Size) -> Drawn:
     if "points" in value:
         return polygon([(x * across, y * down) for x, y in points_in(value["points"])])
     if "rle" in value:
-        alpha = _brush(value["rle"], size_hw[0] * size_hw[1] * 4).reshape(*size_hw, 4)[..., 3]
+        height, width = checked_size(size_hw)
+        alpha = _brush(value["rle"], height * width * 4).reshape(height, width, 4)[..., 3]
         return bitmap(alpha, 0, 0, size_hw)
     x, y = numbers_in([value["x"], value["y"]], 2)
     degrees = float(value.get("rotation") or 0)

@@ -20,6 +20,7 @@ from toolkit.data.layout import UNSPLIT, Layout, Splits, called_first, one_per_s
 from toolkit.data.table import DetectionTable, Problem
 
 PROBED_NAMES = 20  # of images, to find their folder
+PROBED_FILES = 20  # of a folder: one with more has a file for each image
 
 
 @dataclass
@@ -86,7 +87,7 @@ def _candidates(format: SetFormat, layout: Layout) -> Iterable[tuple[str | None,
         places += [(split, inner) for inner in folders]
     for split, place in places:
         for suffix in format.suffixes:
-            for path in called_first(layout.files(place, suffix)):
+            for path in called_first(layout.files(place, suffix))[:PROBED_FILES]:
                 if tool_of(path) == format.title:
                     yield split or split_in_name(path.name), path
 

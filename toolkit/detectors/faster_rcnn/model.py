@@ -296,8 +296,8 @@ class FasterRCNN(Detector):
         return {f"mask_{name}": part for name, part in parts.items()}
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return the number of images, and with masks `images_with_objects`, the number of those that have an object with
-        a mask, crowd regions apart.
+        """Return the number of images, and with masks `images_with_objects`, the number of those with an object that is
+        not a crowd region and has a mask.
 
         Losses are means over the samples of an image, averaged over images, so the number of samples on other ranks is
         not needed. Only images with objects have samples for masks.
