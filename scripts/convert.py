@@ -6,9 +6,9 @@
     python scripts/convert.py train.json found/voc --to voc --image-dir images
     python scripts/convert.py DIR found/segments --to yolo --masks
 
-SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`) or an annotation file; all its splits are
-written, with `--masks` also the masks of objects. Whatever the new format cannot represent is reported. The exit code
-is 0, or 2 if the source cannot be read.
+SRC is a folder of any format (Pascal VOC, YOLO, COCO, CSV, `datasets`, LabelMe) or an annotation file; all its splits
+are written, with `--masks` also the masks of objects. Whatever the new format cannot represent is reported. The exit
+code is 0, or 2 if the source cannot be read.
 """
 
 import sys
@@ -18,7 +18,7 @@ from toolkit.base.errors import exit_on_bad_input
 from toolkit.data.choices import FORMATS
 from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag
 
-WRITTEN = ("coco", "voc", "yolo", "csv", "parquet")
+WRITTEN = ("coco", "voc", "yolo", "csv", "parquet", "labelme")
 
 
 @exit_on_bad_input

@@ -1,4 +1,4 @@
-"""Faults of masks are told at once, and what has no usable mask becomes a crowd region."""
+"""Faults of masks are told at once, and what has no usable mask keeps its box."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from toolkit.tools.writers import write_folder
 THIN = [10, 10, 10.1, 10, 10.1, 20]
 OUTSIDE = [50, 5, 60, 5, 60, 25]
 LEFT = [number - 10 for number in SQUARE]
-FAULTS = [  # values of the annotation, what is said, whether it becomes a crowd region
+FAULTS = [  # values of the annotation, what is said, whether it has no mask
     ({}, "", False),
     ({"segmentation": [[1, 2, 3, 4]]}, "at least three", True),
     ({"segmentation": []}, "there is none", True),
@@ -34,7 +34,7 @@ FAULTS = [  # values of the annotation, what is said, whether it becomes a crowd
     ({"bbox": [0, 0, 30, 20]}, "the one around its mask [4.0, 5.0, 20.0, 25.0]", False),
     ({"segmentation": compressed(BLOCK[:20])}, "are of 40 x 20 pixels, not of the image of 40 x 30", True),
     ({"segmentation": compressed(BLOCK * 0)}, "empty", True),
-    ({"iscrowd": 1, "segmentation": None}, "", True),
+    ({"iscrowd": 1, "segmentation": None}, "", False),
 ]
 
 
@@ -43,21 +43,17 @@ def test_all_faults_of_masks_are_told_at_once(tmp_path):
     table = opened(masked_coco(tmp_path / "d", annotations))
     told = {problem.annotation_id: problem for problem in table.problems}
     boxes = table.boxes(masks=True)
-    crowds = dict(
-        zip(
-            boxes.ids.tolist(),
-            boxes.iscrowd.tolist(),
-            strict=True,
-        )
-    )
-    for number, (values, words, is_crowd) in enumerate(FAULTS):
-        assert crowds[number] == is_crowd, values
+    masks = dict(zip(boxes.ids.tolist(), boxes.extra["masks"], strict=True))
+    crowds = dict(zip(boxes.ids.tolist(), boxes.iscrowd.tolist(), strict=True))
+    for number, (values, words, has_none) in enumerate(FAULTS):
+        assert crowds[number] == values.get("iscrowd", 0), values
+        assert (masks[number] is None) == has_none, values
         assert (number in told) == bool(words), values
         if words:
             assert words in told[number].message
             assert told[number].severity == "warning"
     (pixels, _) = masks_of(table)
-    assert np.array_equal(pixels[1], BLOCK)  # the mask of such a region is its box
+    assert np.array_equal(pixels[10], BLOCK)  # the mask of a crowd region without one is its box
     assert pixels[5].sum() == 150
     assert table.masks_of(0)[5][0].min() == -6  # as annotated, drawn inside alone
     assert not opened(tmp_path / "d", masks=False).problems
@@ -80,16 +76,17 @@ def test_data_without_masks_are_refused(tmp_path):
     assert opened(masked_coco(tmp_path / "empty", [])).row(0)["masks"] == []
 
 
-def test_objects_without_a_usable_mask_stay_crowd_regions_where_crowds_are_objects(tmp_path):
+def test_crowds_taken_as_objects_have_their_masks_or_a_box_alone(tmp_path):
     annotations = [
         brush(1),
         brush(2, image=2) | {"segmentation": []},
         brush(3) | {"iscrowd": 2},
     ]
     table = opened(masked_coco(tmp_path / "d", annotations), crowds="objects", on_error="drop")
-    assert table.boxes().iscrowd.tolist() == [False, True]
+    assert table.boxes().iscrowd.tolist() == [False, False]
+    assert [table.masks_of(index)[0] is None for index in (0, 1)] == [False, True]
     said = " ".join(problem.message for problem in table.problems)
-    assert "no usable mask: there is none; the object becomes a crowd region" in said
+    assert "no usable mask: there is none; its box alone is used" in said
     assert "`iscrowd` is 2; expected 0 or 1" in said
 
 
@@ -138,14 +135,28 @@ def test_polygons_that_go_far_beyond_the_picture_are_cut_and_too_long_outlines_r
     annotations = [entry(number, segmentation=[ring.ravel().tolist()]) for number, ring in enumerate(rings)]
     table = opened(masked_coco(tmp_path / "data", annotations))
     shapes = table.masks_of(0)
-    assert max(outline_lengths(shape).sum() for shape in shapes) < 33 * 3 * max(SIZE_HW)
+    assert [shape is None for shape in shapes] == [False, True, False, False]
+    assert max(outline_lengths(shape).sum() for shape in shapes if shape is not None) < 33 * 3 * max(SIZE_HW)
     assert np.array_equal(shapes[3][0], rings[3])  # to the last digit, because it is not that far outside
     differs = bitmap((rings[2],), SIZE_HW) != bitmap(shapes[2], SIZE_HW)
     assert differs.mean() < 0.05  # the edges of the cut polygon are rounded anew
-    assert table.boxes().iscrowd.tolist() == [False, True, False, False]
     said = {problem.annotation_id: problem.message for problem in table.problems if "no usable" in problem.message}
     assert list(said) == [1]
     assert "its outline is 1800000 pixels long; at most 1000000 are drawn" in said[1]
+
+
+def test_areas_that_are_those_of_the_boxes_throughout_are_one_line_and_those_of_the_masks_count(tmp_path):
+    triangle = [[4, 5, 20, 5, 20, 25]]
+    annotations = [entry(number, segmentation=triangle, area=320.0) for number in range(1, 13)]
+    annotations.append(entry(13, 2))  # of a mask that is its box
+    table = opened(masked_coco(tmp_path / "d", annotations))
+    (problem,) = table.problems
+    assert problem.message == "all 13 annotated areas are width x height of the box; those of the masks are used"
+    assert table.boxes().area.tolist() == [areas(table.masks_of(0)[:1], SIZE_HW)[0]] * 12 + [320]
+    annotations[0]["area"] = 200
+    table = opened(masked_coco(tmp_path / "other", annotations))
+    assert table.boxes().area.tolist() == [200] + [320] * 12
+    assert opened(tmp_path / "other", masks=False).boxes().area.tolist() == [200] + [320] * 12
 
 
 def test_an_entry_with_a_field_of_another_type_is_read_field_by_field():

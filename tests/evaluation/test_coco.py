@@ -238,6 +238,21 @@ def test_masks_and_boxes_are_judged_apart(masked):
     assert result["segm_AP50"] < 0.6
 
 
+@pytest.mark.parametrize("backend", ["toolkit", "pycocotools"])
+def test_an_object_with_a_box_alone_is_judged_by_its_box_and_not_by_masks(tmp_path, backend):
+    table = table_of(tmp_path, [[(BOX, 0), (OTHER, 0)]], draw=False)
+    masks = rles_of(pixels_of([10, 10, 60, 30], [110, 30, 130, 50]))
+    table = with_masks(table, [[masks[0], None]])
+    found = found_of([BOX, [110, 30, 130, 50]], [0, 0], [0.9, 0.95])
+    evaluator = CocoEvaluator(table, backend)
+    result = evaluator.evaluate({10: found | {"masks": masks}})
+    assert result["segm_AP"] == 1  # what is found there is not wrong
+    nothing_there = found_of([BOX], [0], [0.9])
+    result = evaluator.evaluate({10: nothing_there | {"masks": masks[:1]}})
+    assert result["segm_AP"] == 1  # and nothing is missing
+    assert result["bbox_AR100"] == 0.5
+
+
 def test_metrics_of_masks_exist_where_both_have_masks(masked, tmp_path):
     """Without any prediction too, so that `eval.metric_for_best` can be checked before training."""
     table, found, masks = masked

@@ -44,6 +44,7 @@ FORMATS = {
     "yolo": Holds(crowds=False, areas=False, all_classes=True),
     "csv": Holds(crowds=True, areas=False, all_classes=False),
     "hub": Holds(crowds=True, areas=True, all_classes=True),
+    "labelme": Holds(crowds=True, areas=False, all_classes=True),
 }
 # By format of predictions: the file or folder that is opened, and options.
 PREDICTIONS = {

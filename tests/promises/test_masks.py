@@ -35,12 +35,12 @@ from samples import generator, target_of
 
 from scripts import check_data, convert, evaluate, predict, report, train_faster_rcnn
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rectangle, rle, to_bytes
+from toolkit.base.masks import Masks, Rle, bitmap, boxes_around, rectangle, rle, rles_of, to_bytes
 from toolkit.data.classes import with_classes
 from toolkit.data.dataset import DetectionDataset, row_target
 from toolkit.data.formats import open_dataset
 from toolkit.data.pipeline import BLENDING, largest_batch, loader_of_settings, train_transform
-from toolkit.data.segmentations import shape_of
+from toolkit.data.segmentations import box_of_mask, shape_of, to_segmentation
 from toolkit.data.splits import check_not_empty, counts_of, many_crowds, open_split
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
@@ -79,7 +79,8 @@ RECIPES = {
     # Canvases are filled with 124, which its filters overshoot.
     "yolov3": Recipe({"recipe": "yolov3"}, level=160),
 }
-FORMATS = {"coco": None, "voc": "masks", "yolo": "polygons", "hub": "polygons"}  # what a conversion loses, in a word
+# What a conversion loses, in a word.
+FORMATS = {"coco": None, "voc": "masks", "yolo": "polygons", "hub": "polygons", "labelme": "boxes"}
 POLICY = policy_of(
     [
         {"RandomZoomOut": {"fill": [123, 117, 104], "side_range": [1.0, 2.0]}},
@@ -332,7 +333,7 @@ def test_masks_of_a_mosaic_end_with_their_quadrant(samples, row, column):
         assert not pixels[~quadrant(box)].any()
 
 
-def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_is_a_crowd():
+def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_is_a_crowd_or_a_box_alone():
     triangle = (
         np.array(
             [
@@ -349,12 +350,13 @@ def test_boxes_from_masks_are_tight_and_what_has_no_pixel_is_dropped_unless_it_i
     )
     target["boxes"] = torch.tensor([[5.0, 5, 40, 35]] * 5)
     drawn = draw_masks(target)
-    assert drawn["labels"].tolist() == [0, 1, 2, 3]
-    assert drawn["boxes"].equal(target["boxes"][:4])
-    assert not drawn["masks"][3].any()
+    assert drawn["labels"].tolist() == [0, 1, 2, 3, 4]
+    assert drawn["has_mask"].tolist() == [True, True, True, False, False]
+    assert drawn["boxes"].equal(target["boxes"])
+    assert not drawn["masks"][3:].any()
     assert drawn["masks"][0].equal(torch.from_numpy(bitmap(triangle, (40, 60))))
     tight = draw_masks(target, boxes_from_masks=True)["boxes"]
-    assert tight.equal(torch.cat([boxes_around(drawn["masks"][:3]), target["boxes"][3:4]]))
+    assert tight.equal(torch.cat([boxes_around(drawn["masks"][:3]), target["boxes"][3:]]))
     _, cropped = crop(
         torch.zeros(3, 40, 60, dtype=torch.uint8),
         target,
@@ -550,6 +552,38 @@ def test_masks_are_the_same_in_every_format(tmp_path, format, lost):
     assert (lost or "") in " ".join(unsupported_by(table, format))
 
 
+def donut_and_parts():
+    """Return a donut with an island in its hole, as run lengths, and an object of three parts, as polygons."""
+    pixels = np.zeros((90, 120), np.uint8)
+    pixels[10:60, 20:90] = 1
+    pixels[20:50, 30:70] = 0
+    pixels[30:40, 40:55] = 1
+    parts = [
+        [[3.3, 61.7], [20.1, 64.2], [11, 80.5]],
+        [[40, 70], [52.5, 70], [46, 85]],
+        [[90.2, 66], [111, 71], [99, 88]],
+    ]
+    return rles_of(torch.from_numpy(pixels)[None])[0], tuple(np.array(part) for part in parts)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_donut_with_an_island_and_three_parts_stay_what_they_are(tmp_path, format):
+    donut, parts = donut_and_parts()
+    Image.new("RGB", (120, 90)).save(tmp_path / "a.png")
+    image = {"id": 1, "file_name": "a.png", "width": 120, "height": 90}
+    annotations = []
+    for number, shape in enumerate((donut, parts), start=1):
+        about = {"id": number, "image_id": 1, "category_id": 1, "segmentation": to_segmentation(shape)}
+        annotations.append(about | {"iscrowd": 0, "bbox": box_of_mask(about["segmentation"])})
+    document = {"images": [image], "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    table = open_dataset(str(tmp_path / "a.json"), cache_dir=tmp_path / "cache", masks=True)
+    for number in (1, 2):  # there, and from there again
+        write_folder(table, tmp_path / f"{number}", "train", format)
+        table = opened(tmp_path / f"{number}")
+        assert np.array_equal(masks_of(table)[0], [bitmap(shape, (90, 120)) for shape in (donut, parts)])
+
+
 def test_yolo_lines_of_boxes_and_polygons_with_confidence_are_told_apart(tmp_path):
     folder = tmp_path / "d"
     for name in ("images", "labels"):
@@ -560,8 +594,10 @@ def test_yolo_lines_of_boxes_and_polygons_with_confidence_are_told_apart(tmp_pat
     (folder / "labels" / "a.txt").write_text("\n".join(lines))
     (folder / "data.yaml").write_text("train: images\nnames: [a]\nkpt_shape: null\n")
     table = opened(folder)
-    assert [len(shape[0]) for shape in table.masks_of(0)] == [4, 4, 4, 4]
-    assert table.boxes().iscrowd.tolist() == [False, False, False, True]
+    *polygons, of_box = table.masks_of(0)
+    assert [len(shape[0]) for shape in polygons] == [4, 4, 4]
+    assert of_box is None
+    assert not table.boxes().iscrowd.any()
     assert "there is none" in table.problems[-1].message
 
 
@@ -691,22 +727,22 @@ def test_masks_are_checked_repaired_and_converted(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("DETECTION_TOOLKIT_CACHE", str(tmp_path / "cache"))
     annotations = [
         entry(1),
-        entry(2, 2, segmentation=[]),
+        entry(2, 2, segmentation=[], bbox=[24, 5, 10, 20]),
         entry(4, 2, segmentation=[SQUARE, [1, 1]], area=90),
     ]
     folder = str(masked_coco(tmp_path / "d", annotations))
     fixed = tmp_path / "fixed"
     assert check_data.main([folder, "--masks", "--fix", str(fixed), "--pictures", str(tmp_path / "p")]) == 1
     said = capsys.readouterr().out
-    assert "the object becomes a crowd region" in said
+    assert "its box alone is used" in said
     assert "polygon 2 of 2 has 1 point" in said
     assert "--model.masks true" in said
     assert "area 90 became 320" in (fixed / "changes.txt").read_text()
     assert list((tmp_path / "p").glob("samples_*.jpg"))
-    assert opened(fixed).boxes().iscrowd.tolist() == [False, True, False]
+    assert not opened(fixed).boxes().iscrowd.any()
     convert.main([folder, str(tmp_path / "yolo"), "--to", "yolo", "--masks"])
-    assert "1 crowd regions are left out" in capsys.readouterr().out
-    for table, count in ((opened(fixed), 2), (opened(tmp_path / "yolo"), 1)):
+    assert "crowd regions" not in capsys.readouterr().out
+    for table, count in ((opened(fixed), 2), (opened(tmp_path / "yolo"), 2)):
         (first,), others = masks_of(table)
         assert np.array_equal(first, BLOCK)
         assert len(others) == count

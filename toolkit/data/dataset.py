@@ -151,6 +151,7 @@ class DetectionDataset(torch.utils.data.Dataset):
             target = draw_masks(target, self.boxes_from_masks)
             if not self.masks:
                 del target["masks"]
+                target.pop("has_mask", None)
         return image, target
 
     def _decode(self, row: dict) -> Tensor:

@@ -73,11 +73,13 @@ class ImageProbe(NamedTuple):
     size_hw: of the upright image in pixels
     notes: changes that decoding will make
     format: as Pillow names it
+    orientation: EXIF's, 1 if the image is stored upright
     """
 
     size_hw: tuple[int, int]
     notes: tuple[str, ...]
     format: str
+    orientation: int = 1
 
 
 def decode_image(
@@ -241,12 +243,13 @@ def probe_image(source: Path | str | bytes | Stored, max_pixels: int = MAX_IMAGE
         with io.BytesIO(source) if in_memory else open_image_file(path, max_pixels) as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels, path)
             notes = _notes(image)  # before it is loaded
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            is_turned = orientation in (5, 6, 7, 8)
             if is_turned and image.format == "TIFF":  # Pillow turns these itself, when they are opened or loaded
                 image.load()
                 is_turned = False
             size_hw = image.size if is_turned else image.size[::-1]
-            return ImageProbe(size_hw, notes, image.format)
+            return ImageProbe(size_hw, notes, image.format, orientation)
     except UnidentifiedImageError as error:
         _, data = read_image_file(source, max_pixels)  # says "empty" where that is the reason
         raise ImageError(_no_image(data), path) from error

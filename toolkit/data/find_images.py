@@ -12,7 +12,7 @@ from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import map_in_threads
 from toolkit.data.checks import unsafe_file_name
 from toolkit.data.decoding import ImageError, probe_image
-from toolkit.data.image_sources import ImageSources
+from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.layout import Layout, may_hold
 from toolkit.data.table import Problem
 
@@ -67,6 +67,19 @@ def find_root(
     name = repr(shown(first)) if first else "(no usable file_name)"
     tried = ", ".join(map(str, candidates))
     raise BadInput(f"{where}: no image folder found for {name}; tried {tried}; set it with --data.image_dir")
+
+
+def found_name(root: Path | ImageSources, name: str) -> str:
+    """Return the name with a suffix if an annotation omits it, or its last parts if its folder does not exist here."""
+    parts = name.split("/")
+    stems = [name]
+    stems += ["/".join(parts[-count:]) for count in (3, 2, 1)]
+    for suffix in ("", ".jpg", ".jpeg", ".png"):
+        for stem in stems:
+            candidate = stem + suffix
+            if not os.path.isabs(candidate) and is_there(root / candidate):
+                return candidate
+    return name
 
 
 def find_missing(

@@ -32,7 +32,9 @@ SMALL_PX = 16.0  # square pixels; a polygon of less area may have no pixel at al
 # Objects with the same kind of fault. Of more, one problem says how many: a program may have written each area as
 # width x height, and a hundred thousand problems would fill memory and cache.
 MAX_NAMED = 10
-UNUSABLE = "objects have no mask that can be used; each becomes a crowd region, neither object nor background"
+UNUSABLE = "objects have no mask that can be used; their boxes are trained and judged, and no mask"
+AREA_OF_BOX = "annotated areas are width x height of the box; those of the masks are used"
+SAME_AREA = 1e-3  # relative difference of two areas that are one, as files round them
 REPAIRED = "masks were repaired"
 OTHER_AREA = "masks have an area that differs by more than 5 % from the annotated `area`, which is kept"
 OTHER_BOX = "boxes are not those around their masks; both are kept"
@@ -52,8 +54,8 @@ def with_masks(
 
     Of a mask that exceeds its image, the part inside is checked here, and drawn later. What is far outside is cut off.
 
-    An object without a mask that can be used becomes a crowd region of its box, with a warning. A crowd region without
-    a mask gets its box as mask. An object without an annotated area gets that of its mask.
+    An object without a mask that can be used has None, with a warning. A crowd region without a mask gets its box as
+    mask. An object without an annotated area gets that of its mask, and so do all if every area is that of the box.
 
     Args:
         boxes: checked boxes, sorted by image. order: (N,) the number of the annotation of each.
@@ -74,19 +76,24 @@ def with_masks(
         raise BadInput([fault, *dict.fromkeys(first)])
 
     given = np.array(annotations.area, np.float64)[order]
+    compared = np.flatnonzero(has_mask & has_size & ~boxes.iscrowd)
+    of_boxes = _areas_of_boxes(compared, shapes, boxes, given, sizes_hw)
+    if len(of_boxes):
+        given[of_boxes] = np.nan
+        problems.append(Problem("warning", file, None, None, f"all {len(of_boxes)} {AREA_OF_BOX}"))
     lacks_area = has_mask & has_size & np.isnan(given)
     area = boxes.area.copy()
     for row in np.flatnonzero(lacks_area).tolist():
         area[row] = areas([shapes[row]], sizes_hw[row])[0]
-    compared = np.flatnonzero(has_mask & has_size & ~boxes.iscrowd)
     _compare(compared, shapes, boxes, given, sizes_hw, found)
 
     stored = []  # not cut to the image, which would move corners, and with them pixels at the border
     for row, shape in enumerate(whole):
-        stored.append(shape if has_mask[row] else rectangle(boxes.xyxy[row]))
+        of_crowd = rectangle(boxes.xyxy[row]) if boxes.iscrowd[row] else None
+        stored.append(shape if has_mask[row] else of_crowd)
     problems += _as_problems(found, boxes, images, file)
     extra = {**boxes.extra, "masks": column_of(stored)}
-    return replace(boxes, area=area, iscrowd=boxes.iscrowd | ~has_mask, extra=extra)
+    return replace(boxes, area=area, extra=extra)
 
 
 def _sizes_hw(boxes: Boxes, images: Sequence[ImageRow]) -> list[Size | None]:
@@ -128,7 +135,7 @@ def _usable_shapes(
             found[REPAIRED].append((row, f"mask: {'; '.join(faults)}"))
         elif shapes[row] is None and not boxes.iscrowd[row]:
             why = "; ".join(faults) or "there is none"
-            found[UNUSABLE].append((row, f"no usable mask: {why}; the object becomes a crowd region"))
+            found[UNUSABLE].append((row, f"no usable mask: {why}; its box alone is used"))
     return shapes
 
 
@@ -183,6 +190,21 @@ def _other_areas(
         if _differs(of_pixels, given[row : row + 1])[0]:
             found[row] = float(of_pixels[0])
     return found
+
+
+def _areas_of_boxes(
+    rows: np.ndarray, shapes: Sequence[Shape], boxes: Boxes, given: np.ndarray, sizes_hw: Sequence[Size]
+) -> np.ndarray:
+    """Return those of the rows that have an annotated area, if every one is that of the box and some are not that of
+    the mask: a program has then written width x height. Else return none.
+    """
+    rows = rows[~np.isnan(given[rows])]
+    sides = boxes.xyxy[rows, 2:] - boxes.xyxy[rows, :2]
+    of_box = sides.prod(axis=1)
+    if (np.abs(boxes.area[rows] - of_box) > SAME_AREA * of_box).any():
+        return rows[:0]
+    area, _, _ = _by_corners([shapes[row] for row in rows.tolist()])
+    return rows if _other_areas(rows, area, shapes, given, sizes_hw) else rows[:0]
 
 
 def _compare(

@@ -22,8 +22,7 @@ from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
 CROWDS_ARE_SKIPPED = (
-    "Crowd regions (COCO's iscrowd 1, VOC's difficult; with masks, objects without a usable one too) are neither "
-    "objects nor background in training and evaluation. "
+    "Crowd regions (COCO's iscrowd 1, VOC's difficult) are neither objects nor background in training and evaluation. "
     "CVAT writes every brush mask with iscrowd 1: to take them as single objects, give --data.crowds objects"
 )
 MOSTLY_EMPTY_SHARE = 0.95  # share of images without an object that is asked about

@@ -28,7 +28,7 @@ from toolkit.data.table import Category, DetectionTable, Problem
 logger = logging.getLogger(__name__)
 
 LISTED_ERRORS = 200
-TABLE_VERSION = 8  # raise it when the columns or the output of a reader change: older caches are then read anew
+TABLE_VERSION = 9  # raise it when the columns or the output of a reader change: older caches are then read anew
 WHOLE_BYTES = 2**30  # of an Arrow file, up to which all of it is compared with what was written, in a second
 
 

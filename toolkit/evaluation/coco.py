@@ -17,7 +17,7 @@ from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.text import columns, metric_text, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
-from toolkit.evaluation.mask_matches import masks_of_truth, match_masks, named_by_mask
+from toolkit.evaluation.mask_matches import TruthMasks, masks_of_truth, match_masks, named_by_mask
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match_boxes, match_predictions
 from toolkit.evaluation.shown_metrics import metrics_of
 from toolkit.evaluation.voc import voc_metrics
@@ -78,7 +78,8 @@ class CocoEvaluator:
         if self.mask_matches is not None:
             row |= named_by_mask(compute(self.mask_matches))
             for name, part in self._matches_of_sets(self.mask_matches):
-                by_mask = match_masks(part, part.truth.extra["masks"])
+                masks = part.truth.extra["masks"]
+                by_mask = match_masks(part, TruthMasks(masks, np.zeros(len(masks), bool)))  # crowds are marked already
                 row[f"segm_AP/set/{name}"] = coco_row(by_mask)["bbox_AP"]
         return row
 
@@ -89,7 +90,7 @@ class CocoEvaluator:
         return match_masks(self.matches, self._truth_masks)
 
     @cached_property
-    def _truth_masks(self) -> np.ndarray | None:
+    def _truth_masks(self) -> TruthMasks | None:
         """The masks of the annotated objects, drawn once for all evaluations; None: the table has none."""
         return masks_of_truth(self.table)
 

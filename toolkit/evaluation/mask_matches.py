@@ -6,6 +6,7 @@ prediction is the number of its pixels.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,33 +18,47 @@ from toolkit.evaluation.matches import BACKGROUND_IOU, Matches
 LISTED_FAULTS = 10
 
 
-def masks_of_truth(table) -> np.ndarray | None:
-    """Return the masks of all annotated objects, (G,) `Rle`, in the order of `table.boxes()`; None: the table has none.
+class TruthMasks(NamedTuple):
+    """The masks of G annotated objects.
 
-    An object without a mask, which is a crowd region among objects with masks, gets its box as its mask.
+    masks: (G,) `Rle`. absent: (G,) bool, True for an object that has a box alone: what is found in this box is neither
+    right nor wrong.
+    """
+
+    masks: np.ndarray
+    absent: np.ndarray
+
+
+def masks_of_truth(table) -> TruthMasks | None:
+    """Return the masks of all annotated objects, in the order of `table.boxes()`; None: the table has none.
+
+    An object without a mask gets its box as its mask.
     """
     if not table.has_masks:
         return None
     truth = table.boxes(masks=True)
+    absent = np.array([shape is None for shape in truth.extra["masks"]], bool)
     sizes_hw = table.sizes_hw()[truth.image_index].tolist()
     encoded = []
     for shape, box, size_hw in zip(truth.extra["masks"], truth.xyxy.tolist(), sizes_hw, strict=True):
         whole = rectangle(box) if shape is None else shape
         encoded.append(rle(whole, tuple(size_hw)))
-    return column_of(encoded)
+    return TruthMasks(column_of(encoded), absent)
 
 
-def match_masks(matches: Matches, truth_masks: np.ndarray) -> Matches:
+def match_masks(matches: Matches, truth_masks: TruthMasks) -> Matches:
     """Return the matches of the same predictions and objects by their masks.
 
-    matches: by boxes, of predictions with `found.extra["masks"]`, (D,) `Rle`. truth_masks: see `masks_of_truth`.
+    matches: by boxes, of predictions with `found.extra["masks"]`, (D,) `Rle`. truth_masks: see `masks_of_truth`;
+        objects without one count as crowd regions.
 
     Raises:
         BadInput: a predicted mask does not have the size of its image.
     """
     found = matches.found
     _check_sizes(matches)
-    truth = replace(matches.truth, extra={**matches.truth.extra, "masks": truth_masks})
+    extra = {**matches.truth.extra, "masks": truth_masks.masks}
+    truth = replace(matches.truth, extra=extra, iscrowd=matches.truth.iscrowd | truth_masks.absent)
     found = replace(found, area=areas(found.extra["masks"], (0, 0)))  # run lengths have their own size
     det, gt, iou = _overlaps(found, truth)
     return replace(matches, truth=truth, found=found, det=det, gt=gt, iou=iou, by_mask=True)

@@ -122,8 +122,9 @@ class DataConfig:
     """Settings of the data, their augmentation and the batches."""
 
     path: str | list[str] | None = None
-    """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, which is recognised; `data.train` and
-    `data.val` are then names of its splits. A list: several data sets, trained on together."""
+    """Folder of a data set in Pascal VOC, YOLO, COCO, CSV or `datasets` format, or of LabelMe, VIA, CVAT, Label Studio
+    or Supervisely, which is recognised; `data.train` and `data.val` are then names of its splits. A list: several data
+    sets, trained on together."""
     train: str | list[str] = "train"
     """Training data: an annotation file, a folder, or the name of a split. A list: several data sets, whose classes are
     joined by name."""
@@ -144,7 +145,23 @@ class DataConfig:
     """Location of the images: a folder, a .zip or .tar archive (or a folder in one), an fsspec URL such as
     s3://bucket/folder, or a list of these; null: a folder is looked for beside the annotation file."""
     format: Literal[
-        "auto", "shapes", "coco", "hub", "visual_genome", "psg", "vrd", "gqa", "open_images", "voc", "yolo", "csv"
+        "auto",
+        "shapes",
+        "coco",
+        "hub",
+        "visual_genome",
+        "psg",
+        "vrd",
+        "gqa",
+        "open_images",
+        "voc",
+        "yolo",
+        "csv",
+        "labelme",
+        "via",
+        "cvat",
+        "label_studio",
+        "supervisely",
     ] = "auto"
     """Format of the training and validation data; auto recognises it, shapes is the bundled data set. With `data.path`,
     shapes means auto."""

@@ -4,8 +4,10 @@ A function `write_<format>` writes only the boxes of `LabelledImages`, which are
 masks if the format can hold them.
 """
 
+import base64
 import csv
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -15,10 +17,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import yaml
+from PIL import Image
 
 from toolkit.base.boxes import Boxes, Relations
 from toolkit.base.files import distinct, without_suffix, write_text_atomic
-from toolkit.base.masks import Shape
+from toolkit.base.masks import Rle, Shape, Size, bitmap
 from toolkit.base.outlines import one_ring, polygons_of
 from toolkit.base.text import as_cell, in_utf_8
 from toolkit.data.annotations import ImageRow
@@ -39,8 +42,10 @@ LOST_OF_MASKS = {
     "voc": "where masks overlap, the later one counts; of an image the first 254 have room",
     "yolo": "boxes become those around their masks, and run lengths become polygons",
     "csv": "masks are left out",
+    "labelme": "boxes become those around their masks",
     "hub": "run lengths become polygons",
 }
+LABELME_VERSION = "5.4.1"  # the first one with masks is 5.3
 CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
 
 
@@ -225,7 +230,9 @@ def _write_yolo_folder(table: DetectionTable, folder: Path, split: str, *, link:
     An object with a mask is a polygon instead of a box. Crowd regions, annotated areas, ids, relations and attributes
     are not written: YOLO cannot hold them. Returns what `write_yolo` returns.
     """
-    names = distinct(file_names(table), _label_name)
+    # Programs replace the last `images` of a path to find the labels.
+    names = ["/".join(part for part in name.split("/") if part != "images") for name in file_names(table)]
+    names = distinct(names, _label_name)
     copy_images(table, folder / "images" / split, link, names)
     without_polygon = write_yolo(table.labelled(), folder / LABEL_FOLDER / split, names)
     entries = {split: f"images/{split}", "names": dict(enumerate(table.class_names))}
@@ -279,6 +286,49 @@ def _yolo_polygon(shape: Shape, image: ImageRow) -> list[float]:
 def _label_name(name: str) -> str:
     """Return what images that share a file of labels have in common, ignoring the case of letters."""
     return without_suffix(name).lower()
+
+
+# ---- LabelMe ---------------------------------------------------------------------------------------------------------
+
+
+def _write_labelme_folder(table: DetectionTable, folder: Path, split: str, *, link: bool = False) -> None:
+    """Write `<split>/<image>.json` beside each image, and `labels.txt` with all class names.
+
+    An object is a rectangle; one with a mask is polygons of one `group_id`, or of run lengths a mask. Annotated areas,
+    ids, relations and attributes are not written: LabelMe cannot hold them.
+    """
+    names = distinct(file_names(table), _label_name)
+    copy_images(table, folder / split, link, names)
+    labelled = table.labelled()
+    for name, (image, boxes), shapes in zip(names, labelled.by_image(), labelled.masks_by_image(), strict=True):
+        entries = []
+        for number, ((label, xyxy, _, crowd), shape) in enumerate(zip(boxes, shapes, strict=True), start=1):
+            drawn = _labelme_shapes(shape, xyxy, (image.height, image.width))
+            about = {"label": labelled.categories[label].name, "group_id": number if len(drawn) > 1 else None}
+            about |= {"flags": {}, "difficult": bool(crowd)}
+            entries += [about | part for part in drawn]
+        document = {"version": LABELME_VERSION, "flags": {}, "shapes": entries, "imagePath": Path(name).name}
+        document |= {"imageData": None, "imageHeight": image.height, "imageWidth": image.width}
+        write_text_atomic(folder / split / f"{without_suffix(name)}.json", json.dumps(document, ensure_ascii=False))
+    (folder / "labels.txt").write_text("".join(f"{name}\n" for name in table.class_names), encoding="utf-8")
+
+
+def _labelme_shapes(shape: Shape, xyxy: Sequence[float], size_hw: Size) -> list[dict]:
+    """Return the shapes of one object; of a mask of run lengths without a pixel, and without a mask, a rectangle."""
+    if isinstance(shape, Rle):
+        pixels = bitmap(shape, size_hw)
+        rows = np.flatnonzero(pixels.any(axis=1)).tolist()
+        columns = np.flatnonzero(pixels.any(axis=0)).tolist()
+        if rows:
+            part = io.BytesIO()
+            Image.fromarray(pixels[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]).save(part, "PNG")
+            mask = base64.b64encode(part.getvalue()).decode("ascii")
+            points = [[columns[0], rows[0]], [columns[-1], rows[-1]]]
+            return [{"shape_type": "mask", "points": points, "mask": mask}]
+    elif shape:
+        return [{"shape_type": "polygon", "points": ring.tolist()} for ring in shape]
+    x1, y1, x2, y2 = (float(text) for text in _digits(xyxy))
+    return [{"shape_type": "rectangle", "points": [[x1, y1], [x2, y2]]}]
 
 
 # ---- CSV -------------------------------------------------------------------------------------------------------------
@@ -406,6 +456,7 @@ WRITERS = {
     "yolo": _write_yolo_folder,
     "csv": _write_csv_folder,
     "hub": _write_parquet_folder,
+    "labelme": _write_labelme_folder,
 }
 
 

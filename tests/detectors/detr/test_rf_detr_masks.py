@@ -146,6 +146,26 @@ def test_crowd_regions_have_no_mask_and_every_loss_its_denominator():
     assert run(detector, batch)[0]["loss_mask_ce"] != before["loss_mask_ce"]
 
 
+def test_objects_with_a_box_alone_train_the_boxes_and_no_mask():
+    detector = detector_of().eval()
+    batch = masks_batch([3, 2])
+    before = run(detector, batch)[0]
+    for target in batch.targets:
+        target["has_mask"] = torch.ones(len(target["labels"]), dtype=torch.bool)
+    assert run(detector, batch)[0] == before
+    batch.targets[0]["has_mask"][1] = False
+    del batch.targets[1]["has_mask"]
+    without = run(detector, batch)[0]
+    assert without["loss_mask_ce"] < before["loss_mask_ce"]
+    batch.targets[0]["masks"][1] = 1 - batch.targets[0]["masks"][1]
+    assert run(detector, batch)[0] == without  # neither losses nor matches look at that mask
+    for target in batch.targets:
+        target["has_mask"] = torch.zeros(len(target["labels"]), dtype=torch.bool)
+    none = run(detector, batch)[0]
+    assert none["loss_mask_ce"] == none["loss_mask_dice"] == 0
+    assert none["loss_bbox"] > 0
+
+
 def test_detections_have_the_masks_that_transformers_finds():
     detector = detector_of()
     batch = masks_batch([1, 1])

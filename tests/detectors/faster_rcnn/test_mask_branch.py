@@ -143,6 +143,26 @@ def test_crowds_have_no_mask():
     assert loss_with_masks(detector, TARGETS, 1 - masks) != expected
 
 
+def test_objects_with_a_box_alone_train_the_boxes_and_no_mask():
+    """The loss of an image is the mean over the samples of the other objects; an image without any does not count."""
+    detector = tiny_with_masks().eval()
+    last = TARGETS[3]
+    whole, _ = losses_of(detector, TARGETS)
+    has_mask = torch.ones(len(last["labels"]), dtype=torch.bool)
+    as_before, _ = losses_of(detector, [*TARGETS[:3], last | {"has_mask": has_mask}])
+    assert as_before["loss_mask"] == whole["loss_mask"]
+    none = [{**each, "has_mask": torch.zeros(len(each["labels"]), dtype=torch.bool)} for each in TARGETS]
+    counted = detector.denominators([*TARGETS[:3], none[3]])["images_with_objects"]
+    assert counted == detector.denominators(TARGETS)["images_with_objects"] - 1
+    divisors = {"images": float(len(TARGETS)), "images_with_objects": 1.0}
+    losses, outputs = losses_of(detector, none, slice(None), divisors)
+    assert losses["loss_mask"] == 0
+    assert len(outputs["mask_logits"]) > 0
+    assert losses["loss_classifier"] == whole["loss_classifier"]
+    assert losses["loss_box_reg"] == whole["loss_box_reg"]
+    assert losses["loss_mask"].requires_grad
+
+
 def test_without_masks_neither_settings_nor_targets_of_masks_are_used():
     detector = tiny(mask_convs=4, mask_channels=32).train()
     assert not detector.predicts_masks

@@ -14,12 +14,12 @@ from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
 from toolkit.data.annotations import Reading
 from toolkit.data.choices import FOLDERS, FORMATS, OF_FOLDERS_ALONE
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
-from toolkit.data.formats.look_alikes import about_look_alike
+from toolkit.data.formats.look_alikes import OF_SETS, about_look_alike, tool_of
 from toolkit.data.image_sources import open_sources
 from toolkit.data.layout import UNSPLIT, Layout, Splits, split_of
 from toolkit.data.table import DetectionTable
 
-WITH_MASKS = ("coco", "voc", "yolo", "hub", "shapes")
+WITHOUT_MASKS = ("csv", "visual_genome", "psg", "vrd", "gqa", "open_images")
 MAX_UNUSED_NAMED = 5  # files that are not used, in one line
 NOT_STREAMED = (
     "data.streaming reads Parquet files of `datasets`; leave it out, or write the data by "
@@ -112,9 +112,10 @@ def _open_one(source: str | Path, path: str | Path | None, reading: Reading) -> 
 
 def check_can_have_masks(format: str, source: str, reading: Reading) -> None:
     """Raise BadInput if masks are asked for, and are not read from data of this format."""
-    if reading.masks and format not in WITH_MASKS:
+    if reading.masks and format in WITHOUT_MASKS:
+        having = [name for name in FORMATS[1:] if name not in WITHOUT_MASKS]
         raise BadInput(
-            f"{source}: masks are not read from the format {format!r}; formats with masks are {', '.join(WITH_MASKS)}; "
+            f"{source}: masks are not read from the format {format!r}; formats with masks are {', '.join(having)}; "
             "or leave model.masks out"
         )
 
@@ -157,8 +158,9 @@ def pair_folders_and_splits(
 
 
 def _is_folder(source: str) -> bool:
+    """Return whether a source is a folder, or a file that is read as a folder of one."""
     path = Path(source).expanduser()
-    return path.is_dir() or path.suffix.lower() == ".csv" and path.is_file()
+    return path.is_dir() or path.is_file() and (path.suffix.lower() == ".csv" or tool_of(path) in OF_SETS)
 
 
 def _format_of(source: str, name: str | None) -> str:
@@ -260,17 +262,18 @@ def recognise(path: str | Path, format: str = "auto") -> RecognisedFolder:
 def _not_recognised(layout: Layout, format: str, tried: Sequence[str]) -> BadInput:
     """Return the error for a folder that has none of the formats that were tried."""
     path = layout.folder
-    look_alike = about_look_alike(layout)
-    if look_alike:
-        return BadInput(f"{path}: {look_alike}")
     others = (name for name in FOLDERS if name not in tried)
     other = next((name for name in others if module_of(name).find(layout)), None)
     if other:
         looks = module_of(other).TITLE
         wanted = f"no data of the format {format!r} were found in this folder"
         return BadInput(f"{path}: {wanted}; it looks like {looks}: leave data.format out")
+    look_alike = about_look_alike(layout)
+    if look_alike:
+        return BadInput(f"{path}: {look_alike}")
     known = "Pascal VOC (Annotations/*.xml), YOLO (data.yaml, labels/*.txt), COCO (annotations/*.json, "
-    known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), or `datasets` (Parquet)"
+    known += "_annotations.coco.json), CSV (columns image, x1, y1, x2, y2, label), `datasets` (Parquet), and files of "
+    known += "LabelMe, VIA, CVAT (for images), Label Studio or Supervisely"
     wanted = f"no data of the format {format!r} were found" if format in FOLDERS else "no data set was recognised"
     below = list(map(str, module_of("voc").folders_with_annotations(layout))) if "voc" in tried else []
     more = f", {len(below)} in all" if len(below) > 5 else ""

@@ -1,20 +1,23 @@
-"""Shared code of the readers of VOC, YOLO and CSV data: from the images and boxes of their files to a cached table.
+"""Shared code of the readers of all formats but COCO: from the images and boxes of their files to a cached table.
 
 Each format is a module with two functions. `find(layout)` returns the splits of a data set, or None for one of another
 format. `read(found, split, reading)` returns the table of a split. The writers are in `toolkit.tools.writers`.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
+from toolkit.base.text import shown
 from toolkit.data.annotations import Annotations, ImageRow, Reading
 from toolkit.data.check_files import map_in_threads, reading_threads, with_good_files
 from toolkit.data.checks import check
 from toolkit.data.decoding import ImageError, probe_image
+from toolkit.data.formats.drawn import ON_ITS_SIDE, Drawn, NoArea, turned_upright, united
 from toolkit.data.image_sources import ImageSources, digest_of
 from toolkit.data.table import DetectionTable, Problem
 from toolkit.data.table_cache import cached_table, write_table
@@ -41,12 +44,79 @@ class ParsedBox(NamedTuple):
 
 
 class ParsedImage(NamedTuple):
-    """An image as a file describes it: its file, its size in pixels (None: not given), its boxes."""
+    """An image as a file describes it: its file, its size in pixels (None: not given), its boxes, what is wrong."""
 
     file_name: str
     width: int | None
     height: int | None
     boxes: Sequence[ParsedBox]
+    problems: Sequence[Problem] = ()
+
+    def named(self, file_name: str) -> "ParsedImage":
+        """Return the image with the name of the file that was found for it, in its problems too."""
+        problems = [replace(problem, file=file_name) for problem in self.problems]
+        return self._replace(file_name=file_name, problems=problems)
+
+
+class LabelledShape(NamedTuple):
+    """A shape with the name of its class. ignored: as of `ParsedBox`. group: shapes of one class and one group are the
+    parts of one object; None: the shape is an object of its own.
+    """
+
+    name: object
+    drawn: Drawn
+    ignored: bool = False
+    group: object = None
+
+
+def image_of_shapes(
+    file_name: str,
+    size_wh: tuple[int | None, int | None],
+    entries: Iterable,
+    read_shape: Callable[[object], LabelledShape],
+    source: str,
+) -> ParsedImage:
+    """Return an image with the shapes that a file has for it; those that cannot be read are errors, points and lines a
+    warning.
+
+    read_shape: reads an entry; raises what `toolkit.data.formats.drawn` does, or KeyError for a missing key. source:
+    the file, for messages.
+    """
+    objects: dict[object, LabelledShape] = {}
+    problems = []
+    without_area: Counter[str] = Counter()
+    for number, entry in enumerate(entries, start=1):
+        try:
+            shape = read_shape(entry)
+            key = number if shape.group is None else (_name_of(shape), str(shape.group))
+            parts = [objects[key].drawn, shape.drawn] if key in objects else [shape.drawn]
+            objects[key] = shape._replace(name=_name_of(shape), drawn=united(parts, size_wh[::-1]))
+        except NoArea as error:
+            without_area[str(error)] += 1
+        except KeyError as error:
+            problems.append(_shape_fault(file_name, source, number, f"`{error.args[0]}` is missing"))
+        except (TypeError, AttributeError, IndexError, OverflowError):
+            problems.append(_shape_fault(file_name, source, number, "it is not of the form that the tool writes"))
+        except ValueError as error:
+            problems.append(_shape_fault(file_name, source, number, str(error)))
+    boxes = []
+    for name, drawn, ignored, _ in objects.values():
+        boxes.append(ParsedBox(name, drawn.xyxy, source, ignored, segmentation=drawn.segmentation))
+    if without_area:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in without_area.items())
+        message = f"{source}: shapes that are not an area are left out ({kinds})"
+        problems.append(Problem("warning", file_name, None, None, message))
+    return ParsedImage(file_name, *size_wh, boxes, problems)
+
+
+def _shape_fault(file_name: str, source: str, number: int, fault: str) -> Problem:
+    return Problem("error", file_name, None, None, f"{source}, shape {number}: {fault}")
+
+
+def _name_of(shape: LabelledShape) -> str:
+    if not isinstance(shape.name, str) or not shape.name.strip():
+        raise ValueError("it has no label; expected the name of a class")
+    return shape.name.strip()
 
 
 @dataclass
@@ -60,6 +130,8 @@ class Listing:
     watched: files and folders whose change makes the cached table stale.
     listed: names of the images of all splits, as far as they are known.
     masks: whether masks are read.
+    may_lie: whether an image that is stored on its side may be annotated like that, which its recorded size tells; its
+        boxes are then turned upright.
     """
 
     image_root: Path | ImageSources
@@ -69,31 +141,56 @@ class Listing:
     listed: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     masks: bool = False
+    may_lie: bool = False
 
     def __post_init__(self):
         self.annotations = Annotations([{"id": id_, "name": name} for id_, name in self.classes], self.masks)
         self.annotations.images = self.images
         self._ids = {name: id_ for id_, name in self.classes}
+        self._orientations: dict[int, int] = {}  # of the images that are annotated as they lie
         indices = range(len(self.images))
         self.problems += map_in_threads(self._fill_size, indices, "reading sizes", reading_threads(self.image_root))
+        self.problems += self._about_lying()
 
     def _fill_size(self, index: int) -> list[Problem]:
         image = self.images[index]
-        if image.width and image.height:
+        has_size = bool(image.width and image.height)
+        if has_size and not self.may_lie:
             return []
         try:
-            height, width = probe_image(self.image_root / image.file_name).size_hw
-            fault = []
+            probe = probe_image(self.image_root / image.file_name)
+            height, width = probe.size_hw
         except ImageError as error:
+            if has_size:  # reported by the check of the files
+                return []
             height = UNKNOWN_SIZE
             width = UNKNOWN_SIZE
             fault = [Problem("error", image.file_name, image.image_id, None, error.reason)]
-        self.images[index] = image._replace(width=width, height=height)
-        return fault
+            self.images[index] = image._replace(width=width, height=height)
+            return fault
+        lies = width != height and (image.width, image.height) == (height, width) and probe.orientation in ON_ITS_SIDE
+        if lies:
+            self._orientations[index] = probe.orientation
+        if lies or not has_size:
+            self.images[index] = image._replace(width=width, height=height)
+        return []
+
+    def _about_lying(self) -> list[Problem]:
+        """Return a note that counts and names the images that are annotated as they lie; none if there are none."""
+        names = [self.images[index].file_name for index in sorted(self._orientations)]
+        if not names:
+            return []
+        some = ", ".join(map(shown, names[:3])) + ", ..." * (len(names) > 3)
+        message = f"{len(names)} images are annotated as stored, on their side; their boxes are turned upright: {some}"
+        return [Problem("note", str(self.image_root), None, None, message)]
 
     def add(self, index: int, box: ParsedBox) -> None:
         """Add a box of the image at `index`."""
         image = self.images[index]
+        if index in self._orientations:
+            drawn = Drawn(box.xyxy, box.segmentation if self.masks else None)
+            turned = turned_upright(drawn, self._orientations[index], (image.width, image.height))
+            box = box._replace(xyxy=turned.xyxy, segmentation=turned.segmentation)
         x1, y1, x2, y2 = box.xyxy
         segmentation = box.segmentation if self.masks else None
         if box.shares:

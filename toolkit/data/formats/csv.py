@@ -12,7 +12,7 @@ from typing import NamedTuple
 from toolkit.base.errors import BadInput
 from toolkit.base.text import FORMULA
 from toolkit.data.annotations import Reading
-from toolkit.data.find_images import find_missing, find_root
+from toolkit.data.find_images import find_missing, find_root, found_name
 from toolkit.data.formats.annotated import (
     Listing,
     ParsedBox,
@@ -298,7 +298,7 @@ def _names_in(root: Path | ImageSources, rows: Sequence[_Row]) -> tuple[dict[str
             continue
         path = os.path.normpath(given.replace("\\", "/")) if given else given
         path = _relative_to_images(root, path)
-        name = path if is_there(root / path) else _found_name(root, path)
+        name = path if is_there(root / path) else found_name(root, path)
         names[given] = name
         folder = os.path.dirname(path)
         first_folder = first_of.setdefault(name, folder)
@@ -329,19 +329,6 @@ def _are_fractions(rows: Sequence[_Row]) -> bool:
     return bool(values) and are_small and any(value % 1 for value in values)
 
 
-def _found_name(root: Path | ImageSources, name: str) -> str:
-    """Return the name with a suffix if the table omits it, or its last parts if its folder does not exist here."""
-    parts = name.split("/")
-    stems = [name]
-    stems += ["/".join(parts[-count:]) for count in (3, 2, 1)]
-    for suffix in ("", ".jpg", ".jpeg", ".png"):
-        for stem in stems:
-            candidate = stem + suffix
-            if not os.path.isabs(candidate) and is_there(root / candidate):
-                return candidate
-    return name
-
-
 def _image_root(found: Splits, split: str, rows: Sequence[_Row]) -> Path:
     """Find the folder of the images, which has one of the first 20 names.
 
@@ -361,7 +348,7 @@ def _image_root(found: Splits, split: str, rows: Sequence[_Row]) -> Path:
         candidates += [directory, directory / "images"]
 
     def holds(candidate: Path) -> bool:
-        present = (_found_name(candidate, name) for name in names[:20])
+        present = (found_name(candidate, name) for name in names[:20])
         return any(not os.path.isabs(name) and (candidate / name).is_file() for name in present)
 
     return find_root(candidates, holds, found.layout, folder, where=folder, first=names[0])

@@ -1,26 +1,30 @@
 """Formats with an annotation file for each image: where the files of a split lie, and which image each is of.
 
-A format says the suffix of its files, whether a file is an annotation, and how to parse one (`ImageFormat`).
+A format says the suffix of its files, whether a file is an annotation, and how to parse one (`ImageFormat`). One whose
+folders are the usual ones needs no more than `find_files` and `read_files`.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from toolkit.base.files import without_suffix
+from toolkit.data.annotations import Reading
 from toolkit.data.check_files import map_in_threads
 from toolkit.data.find_images import find_missing, find_root
-from toolkit.data.formats.annotated import Listing, ParsedImage, rows_of, sorted_classes
+from toolkit.data.formats.annotated import Listing, ParsedImage, open_annotated, rows_of, sorted_classes
 from toolkit.data.image_sources import ImageSources, open_sources, watched_of
-from toolkit.data.layout import UNSPLIT, Layout, split_in_name
-from toolkit.data.table import Problem
+from toolkit.data.layout import UNSPLIT, Layout, Splits, split_in_name
+from toolkit.data.table import DetectionTable, Problem
 
-CLASS_FILES = ("labels.txt", "classes.txt", "labelmap.txt", "predefined_classes.txt")
+CLASS_FILES = ("labels.txt", "classes.txt", "labelmap.txt", "predefined_classes.txt", "meta.json")
 NO_OBJECT = ("background", "__background__", "_background_")
 ANNOTATION_FOLDERS = ("Annotations", "annotations", "labels", "xmls", "")
-IMAGE_FOLDERS = ("JPEGImages", "images", "Images", "imgs", "")
+IMAGE_FOLDERS = ("JPEGImages", "images", "Images", "imgs", "img", "")
 # By the path of an annotation without its suffix, relative to their folder: its content, or why it cannot be read.
 Entries = Mapping[str, ParsedImage | str]
 
@@ -30,12 +34,14 @@ class ImageFormat:
     """A format with an annotation file for each image.
 
     suffix: of the files, in small letters. is_annotation: says whether a file is an annotation. parse: reads one;
-    raises ValueError, with a message, if it does not have what it must have.
+    raises ValueError, with a message, if it does not have what it must have; None for a file of another kind.
+    may_lie: as of `Listing`.
     """
 
     suffix: str
     is_annotation: Callable[[Path], bool]
-    parse: Callable[[Path], ParsedImage]
+    parse: Callable[[Path], ParsedImage | None]
+    may_lie: bool = False
 
     def files(self, layout: Layout, folder: Path) -> list[Path]:
         """Return the files of this format directly in a folder, sorted."""
@@ -50,6 +56,27 @@ class ImageFormat:
     def is_in(self, layout: Layout, folder: Path) -> bool:
         """Return whether the first file in a folder is an annotation."""
         return any(self.is_annotation(file) for file in self.files(layout, folder)[:1])
+
+
+def find_files(format: ImageFormat, layout: Layout) -> Splits | None:
+    """Return the splits of a folder with files of a format, by the images or in folders of their own; None without any.
+    """
+    folders = annotation_folders(format, layout, layout.folder)
+    return Splits(layout, {split: [folder] for split, folder in folders.items()}) if folders else None
+
+
+def read_files(kind: str, format: ImageFormat, found: Splits, split: str, reading: Reading) -> DetectionTable:
+    """Read one split of what `find_files` found, by `toolkit.data.formats.annotated.open_annotated`; kind: as there."""
+    return open_annotated(kind, found.folder, split, partial(_listing_of, format, found, split, reading), reading)
+
+
+def _listing_of(format: ImageFormat, found: Splits, split: str, reading: Reading) -> Listing:
+    folders = chain.from_iterable(found.sources.values())
+    files = AnnotationFiles(format, found.layout, folders, [found.folder])
+    parts = [files.part(found.folder, folder, split, reading.image_dir) for folder in found.sources[split]]
+    listing, images = files.listing(parts, split, reading.image_dir, masks=reading.masks)
+    listing.add_all(images)
+    return listing
 
 
 # ---- where annotations lie -------------------------------------------------------------------------------------------
@@ -138,7 +165,8 @@ class AnnotationFiles:
             try:
                 if path.parent != folder and not self.format.is_annotation(path):
                     return []
-                return [(stem, self.format.parse(path))]
+                parsed = self.format.parse(path)
+                return [] if parsed is None else [(stem, parsed)]
             except (ValueError, OSError) as error:
                 return [(stem, str(error))]
 
@@ -186,7 +214,7 @@ class AnnotationFiles:
                 message = f"{first}{suffix} is an annotation of {name} too; keep one of them"
                 problems.append(Problem("error", f"{stem}{suffix}", None, None, message))
                 continue
-            images[stem] = image._replace(file_name=name)
+            images[stem] = image.named(name)
         return images, problems
 
     def listing(
@@ -206,9 +234,10 @@ class AnnotationFiles:
         roots = []
         for part in parts:
             images += part.images.values()
-            problems += part.problems
+            problems += [*part.problems, *chain.from_iterable(image.problems for image in part.images.values())]
             roots.append(part.root)
-        root = roots[0] if len(roots) == 1 else image_dir or open_sources(roots)
+        is_one = all(root == roots[0] for root in roots)
+        root = roots[0] if is_one else image_dir or open_sources(roots)
         found = find_missing(rows_of(images), root, self.layout, image_dir or self.layout.folder, split)
         listing = Listing(
             found.image_root,
@@ -218,6 +247,7 @@ class AnnotationFiles:
             found.names(listed),
             problems + found.problems,
             masks,
+            self.format.may_lie,
         )
         return listing, images
 
@@ -274,10 +304,9 @@ def _class_list(files: Sequence[Path], names: set[str]) -> tuple[list[tuple[int,
     """
     problems = []
     for file in files:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-        if file.name == "labelmap.txt":  # CVAT's: "name:colour:parts:actions", with a comment
-            lines = [line.split(":")[0] for line in lines if not line.lstrip().startswith("#")]
-        distinct = dict.fromkeys(map(str.strip, lines))
+        distinct = dict.fromkeys(map(str.strip, _lines_of(file)))
+        if not distinct:  # a `meta.json` of something else
+            continue
         listed = [name for name in distinct if name and (name in names or name not in NO_OBJECT)]
         if names <= set(listed):
             return list(enumerate(listed, start=1)), problems
@@ -285,3 +314,17 @@ def _class_list(files: Sequence[Path], names: set[str]) -> tuple[list[tuple[int,
         message = f"lists {len(listed)} classes, but not {missing}, which the annotations name; the file is not used"
         problems.append(Problem("warning", file.name, None, None, message))
     return sorted_classes(names), problems
+
+
+def _lines_of(file: Path) -> list[str]:
+    """Return the lines of a list of classes; of CVAT's, and of Supervisely's, the names."""
+    text = file.read_text(encoding="utf-8-sig")
+    lines = text.splitlines()
+    if file.name == "labelmap.txt":  # CVAT's: "name:colour:parts:actions", with a comment
+        return [line.split(":")[0] for line in lines if not line.lstrip().startswith("#")]
+    if file.name != "meta.json":
+        return lines
+    try:
+        return [str(entry["title"]) for entry in json.loads(text)["classes"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []

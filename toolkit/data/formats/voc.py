@@ -1,5 +1,6 @@
 """Pascal VOC: one XML file per image."""
 
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ def _is_annotation(path: Path) -> bool:
     try:
         return ElementTree.parse(path).getroot().tag == "annotation"
     except (ElementTree.ParseError, LookupError, ValueError, OSError):  # also of an encoding that Python lacks
-        return b"<annotation" in path.read_bytes()[:400]
+        return re.search(rb"<annotation[\s>]", path.read_bytes()[:400]) is not None
 
 
 def _read_side(root: ElementTree.Element, tag: str) -> int | None:

@@ -28,9 +28,10 @@ from toolkit.data.formats.yolo_pairs import (
     pairs_elsewhere,
     pairs_of,
 )
-from toolkit.data.formats.yolo_rows import UNSAID, Rows, fault_of_fractions, is_number, numbers_of
+from toolkit.data.formats.yolo_rows import UNSAID, Rows, fault_of_fractions, is_number, is_row, mask_of, numbers_of
 from toolkit.data.image_sources import ImageSources
 from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, Layout, Splits
+from toolkit.data.segmentations import box_of_mask, shape_of
 from toolkit.data.table import DetectionTable, Problem
 
 TITLE = "YOLO"
@@ -272,7 +273,7 @@ def _is_label_folder(layout: Layout, folder: Path) -> bool:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
         first_line = text.split("\n", 1)[0]
         words = first_line.split()
-        if len(words) >= 5 and all(map(is_number, words)) and float(words[0]) % 1 == 0:
+        if is_row(words) and float(words[0]) % 1 == 0:
             return True
     return False
 
@@ -360,13 +361,21 @@ def _parse_lines(
         words = line.split()
         if not words:
             continue
-        values = numbers_of(line)
-        if len(values) < 5:
+        mask = mask_of(words)
+        values = numbers_of(words[0] if mask else line)
+        if len(values) < (1 if mask else 5):
             faults.append(f"line {number}: {line.strip()[:80]!r}; expected a class and 4 numbers, or a polygon")
             continue
         label, *numbers = values
         if label % 1 or not 0 <= label < len(names):
             faults.append(f"line {number}: class {words[0]} is not defined; there are {len(names)} from 0")
+            continue
+        if mask:
+            box, fault = _box_of_runs(mask)
+            if fault:
+                faults.append(f"line {number}: {fault}")
+            else:
+                parsed.append(ParsedBox(names[int(label)], box, source, segmentation=mask))
             continue
         box, fault = rows.box_of(numbers)
         polygon = None if box is None else rows.polygon_of(numbers)
@@ -379,6 +388,15 @@ def _parse_lines(
             segmentation = None if polygon is None else [polygon]
             parsed.append(ParsedBox(names[int(label)], box, source, shares=True, segmentation=segmentation))
     return parsed, faults
+
+
+def _box_of_runs(mask: Mapping) -> tuple[Sequence[float], str]:
+    """Return the box around run lengths in pixels, without an area if they are empty, and why they cannot be read."""
+    _, faults = shape_of(mask)
+    if faults:
+        return (), faults[0]
+    x, y, width, height = box_of_mask(mask)
+    return (x, y, x + width, y + height), ""
 
 
 def _class_names(found: YoloSplits, lines: Mapping[Path, Sequence[str]]) -> tuple[list[str], list[Problem]]:

@@ -12,7 +12,7 @@ from toolkit.base.text import shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.find_images import find_missing
 from toolkit.data.formats import darknet
-from toolkit.data.formats.yolo_rows import is_number
+from toolkit.data.formats.yolo_rows import is_row
 from toolkit.data.layout import UNSPLIT, Layout, split_of
 from toolkit.data.table import Problem
 
@@ -227,7 +227,7 @@ def _has_rows(path: Path) -> bool:
     """Return whether a text file is empty, as that of a picture without objects, or begins with numbers."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     words = text.split("\n", 1)[0].split()
-    return not text.strip() or len(words) >= 5 and all(map(is_number, words))
+    return not text.strip() or is_row(words)
 
 
 def _places_near(layout: Layout, folder: Path, split: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Meaning of the numbers in a line of YOLO's label files: a box, a polygon or key points, and what follows them.
+"""Meaning of a line of YOLO's label files: a box, a polygon, run lengths or key points, and what follows them.
 
 A line itself does not say what its numbers mean; all lines of a split together decide this. Numbers that could mean two
 things are a fault, because a wrong guess would give wrong boxes without a warning.
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 UNSAID = object()  # `kpt_shape` if data.yaml does not mention it
+RUNS = "rle"  # the second word of a line with run lengths
 VISIBILITY = (0, 1, 2)  # of key points: not labelled, hidden, visible
 MAX_FRACTION = 2.0  # a larger number is not a slip of a box at the border
 REMEDY = "say so by `kpt_shape: [points, 2 or 3]` in data.yaml, or by `kpt_shape: null` that these are polygons"
@@ -265,6 +266,23 @@ def _around(numbers: Sequence[float]) -> tuple[float, float, float, float]:
     xs = numbers[0::2]
     ys = numbers[1::2]
     return min(xs), min(ys), max(xs), max(ys)
+
+
+def mask_of(words: Sequence[str]) -> dict | None:
+    """Return the run lengths of a line `class rle height width counts`, a value of COCO's key `segmentation` in pixels,
+    with COCO's compressed text as counts; None of any other line.
+    """
+    if len(words) != 5 or words[1] != RUNS:
+        return None
+    size = [int(word) if word.isdigit() and len(word) < 10 else word for word in words[2:4]]
+    return {"size": size, "counts": words[4]}
+
+
+def is_row(words: Sequence[str]) -> bool:
+    """Return whether the words of a line are a class and numbers, or run lengths."""
+    if len(words) < 5 or not is_number(words[0]):
+        return False
+    return mask_of(words) is not None or all(map(is_number, words))
 
 
 def numbers_of(line: str) -> list[float]:

@@ -26,7 +26,7 @@ Transform = Callable[[Tensor, Target, torch.Generator], Sample]
 Size = tuple[int, int]  # height, width in pixels
 Region = tuple[int, int, int, int]  # top, left, height, width in pixels
 
-PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "masks", "mixup")  # the last: of mixup only
+PER_BOX_FIELDS = ("boxes", "labels", "area", "iscrowd", "attributes", "masks", "has_mask", "mixup")  # mixup: of it only
 DETR_SCALES = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
 OTHER_SIDE = {"left": "right", "right": "left", "leftmost": "rightmost", "rightmost": "leftmost"}
 GLUONCV_FILL_RGB = (124, 116, 104)  # of an empty canvas: ImageNet's mean, rounded as GluonCV does
@@ -147,15 +147,19 @@ def recheck_boxes(image: Tensor, target: Target) -> Target:
 def draw_masks(target: Target, boxes_from_masks: bool = False) -> Target:
     """Return the target after all transforms with its masks drawn: (N, H, W) uint8 of the size of the image.
 
-    Objects of which no pixel is left are dropped, except crowd regions.
+    Objects of which no pixel is left are dropped, except crowd regions, and objects that have a box alone: of these the
+    mask is 0, and the target then has `has_mask` (N,) bool.
 
-    boxes_from_masks: every box becomes the tight box of its mask; of a crowd region without a pixel it stays.
+    boxes_from_masks: every box becomes the tight box of its mask; without a pixel it stays.
     """
     size_hw = tuple(target["size"].tolist())
+    has_mask = torch.tensor([shape is not None for shape in target["masks"].shapes], dtype=torch.bool)
     target = {**target, "masks": target["masks"].drawn(size_hw)}
+    if not bool(has_mask.all()):
+        target["has_mask"] = has_mask
     is_drawn = target["masks"].flatten(1).any(1).bool()
     is_crowd = target["iscrowd"] != 0
-    target = keep_boxes(target, is_drawn | is_crowd)
+    target = keep_boxes(target, is_drawn | is_crowd | ~has_mask)
     if not boxes_from_masks:
         return target
     tight = boxes_around(target["masks"])

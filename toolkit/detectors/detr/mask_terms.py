@@ -59,7 +59,8 @@ class MaskTerms(nn.Module):
 
         Args:
             outputs: `mask_maps`, `mask_queries` and `mask_bias`, see `PredictedMasks`.
-            targets: of each image `masks` (N, H, W) uint8, of one size for all images.
+            targets: of each image `masks` (N, H, W) uint8, of one size for all images, and `has_mask` (N,) bool if some
+                objects have a box alone; their masks cost nothing and have no loss.
             groups: number of groups of queries.
         """
         predicted = PredictedMasks(*(full_precision(outputs[f"mask_{name}"]) for name in PredictedMasks._fields))
@@ -81,6 +82,10 @@ class MaskTerms(nn.Module):
             candidates.append(torch.rand(count, OVERSAMPLED * compared, 2, **drawn))
             further.append(torch.rand(count, compared - certain, 2, **drawn))
         masks = [target["masks"].to(device) for target in targets]
+        has_mask = None
+        if any("has_mask" in target for target in targets):
+            of_images = [target.get("has_mask", torch.ones(len(target["masks"]))) for target in targets]
+            has_mask = torch.cat([of_image.to(device, predicted.maps.dtype) for of_image in of_images])
         return BatchMasks(
             predicted,
             torch.cat(masks),
@@ -91,6 +96,7 @@ class MaskTerms(nn.Module):
             torch.cat(candidates),
             torch.cat(further),
             self.costs,
+            has_mask,
         )
 
 
@@ -101,6 +107,7 @@ class BatchMasks(NamedTuple):
     them. counts: their number in each image. objects: the number of those that are not crowd regions. groups: number of
     groups of queries. cost_points: (B, P, 2) x and y of points as fractions of the image. candidates: (N, 3 P', 2), and
     further: (N, P' / 4, 2), points for each object. costs: weights of cross-entropy and Dice in the matching cost.
+    has_mask: (N,) 1 for the objects that have a mask, else 0; None: all have one.
     """
 
     predicted: PredictedMasks
@@ -112,6 +119,7 @@ class BatchMasks(NamedTuple):
     candidates: Tensor
     further: Tensor
     costs: tuple[float, float]
+    has_mask: Tensor | None = None
 
     def layers(self, rows: slice) -> "BatchMasks":
         """Return these masks with some of the layers only."""
@@ -141,7 +149,8 @@ class BatchMasks(NamedTuple):
         total = scores.sum(-1)[..., None] + truths.sum(-1)[:, None]
         dice = 1 - (common + 1) / (total + 1)
         weight_ce, weight_dice = self.costs
-        return weight_ce * cross_entropy + weight_dice * dice
+        costs = weight_ce * cross_entropy + weight_dice * dice
+        return costs if self.has_mask is None else costs * self.has_mask[rows][:, None]
 
     def losses(self, matches: QueryMatches, suffixes: Sequence[str], denominator: Tensor | float) -> dict[str, Tensor]:
         """Return `loss_mask_ce` and `loss_mask_dice` of each layer by name, sums over the matches / `denominator`."""
@@ -159,6 +168,8 @@ class BatchMasks(NamedTuple):
             common = 2 * (scores * truths).sum(1)
             total = scores.sum(1) + truths.sum(1)
             by_pair = {"loss_mask_ce": by_point.mean(1), "loss_mask_dice": 1 - (common + 1) / (total + 1)}
+            if self.has_mask is not None:
+                by_pair = {name: values * self.has_mask[object_row] for name, values in by_pair.items()}
         losses = {}
         for name, values in by_pair.items():
             by_layer = values.view(len(suffixes), len(values) // len(suffixes)).sum(1) / denominator

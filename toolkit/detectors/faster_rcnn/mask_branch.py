@@ -14,7 +14,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.ops import MultiScaleRoIAlign, roi_align
 
-from toolkit.base.batch import send, to_host
+from toolkit.base.batch import on_host, send, to_host
 
 POOLED_SIDE = 14  # cells; the transposed convolution of the predictor doubles them
 MASK_SIDE = 28  # cells
@@ -107,19 +107,22 @@ def mask_logits(
 @torch.no_grad()
 def training_parts(samples: Positives, targets: Sequence[Mapping]) -> dict[str, Tensor]:
     """Return the `targets` (P, 28, 28) of the samples, in [0, 1], and their `weights` (P,), by which the sum over the
-    samples of an image becomes their mean.
+    samples of an image becomes the mean of those whose objects have a mask.
 
-    targets: of each image `masks`, (N, h, w) uint8 on the device of the samples.
+    targets: of each image `masks`, (N, h, w) uint8 on the device of the samples, and `has_mask` if some have none.
     """
     device = samples.boxes.device
     wanted = [samples.boxes.new_zeros(0, MASK_SIDE, MASK_SIDE)]
+    weights = [torch.zeros(0)]
     boxes = samples.boxes.split(samples.counts)
     objects = samples.objects.split(samples.counts)
     for image_boxes, image_objects, target in zip(boxes, objects, targets, strict=True):
         wanted.append(cropped_masks(target["masks"], image_boxes, image_objects))
-    counts = torch.tensor(samples.counts, dtype=torch.float32)
-    weights = (1 / counts).repeat_interleave(torch.tensor(samples.counts))
-    return {"targets": torch.cat(wanted), "weights": send(weights, device)}
+        counted = torch.ones(len(image_objects))
+        if "has_mask" in target:
+            counted = on_host(target)["has_mask"][image_objects].float()
+        weights.append(counted / counted.sum().clamp(min=1))
+    return {"targets": torch.cat(wanted), "weights": send(torch.cat(weights), device)}
 
 
 def cropped_masks(masks: Tensor, boxes_xyxy: Tensor, objects: Tensor) -> Tensor:

@@ -307,15 +307,16 @@ class FasterRCNN(Detector):
         return {f"mask_{name}": part for name, part in parts.items()}
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
-        """Return the number of images, and with masks the number of `images_with_objects`, in which crowd regions do
-        not count.
+        """Return the number of images, and with masks `images_with_objects`, the number of those with an object that is
+        not a crowd region and has a mask.
 
         Losses are means over the samples of an image, averaged over images, so the number of samples on other ranks is
         not needed. Only images with objects have samples for masks.
         """
         counts = {"images": float(len(targets))}
         if self.predicts_masks:
-            counts["images_with_objects"] = float(sum(bool((target["iscrowd"] == 0).any()) for target in targets))
+            wanted = [(target["iscrowd"] == 0) & target.get("has_mask", torch.tensor(True)) for target in targets]
+            counts["images_with_objects"] = float(sum(bool(of_image.any()) for of_image in wanted))
         return counts
 
     def criterion(self, outputs: Mapping[str, Tensor], targets: Sequence[Mapping], denominators: Mapping):

@@ -16,12 +16,11 @@ def all_have_masks(masked: Sequence[DetectionTable], plain: Sequence[DetectionTa
     """Return whether every object has a mask, and not all of these are the boxes themselves, as some tools write them.
 
     Args:
-        masked: the splits, read with masks; an object without one has become a crowd region there.
+        masked: the splits, read with masks.
         plain: the same splits, read without.
     """
     for with_masks, without in zip(masked, plain, strict=True):
-        boxes = with_masks.boxes()
-        if len(with_masks) != len(without) or int(boxes.iscrowd.sum()) != int(without.boxes().iscrowd.sum()):
+        if len(with_masks) != len(without) or None in with_masks.boxes(masks=True).extra["masks"].tolist():
             return False
     return any(map(_differ_from_boxes, masked))
 

@@ -1,0 +1,9 @@
+"""CVAT XML: `assets/dirty_sets/cvat.txt`."""
+
+import pytest
+from dirty_sets import check_set, sets_in
+
+
+@pytest.mark.parametrize("one", sets_in("cvat"))
+def test_sets(one, tmp_path):
+    check_set(one, tmp_path)

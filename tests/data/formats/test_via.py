@@ -1,0 +1,9 @@
+"""VIA: `assets/dirty_sets/via.txt`."""
+
+import pytest
+from dirty_sets import check_set, sets_in
+
+
+@pytest.mark.parametrize("one", sets_in("via"))
+def test_sets(one, tmp_path):
+    check_set(one, tmp_path)
