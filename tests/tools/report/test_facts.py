@@ -21,8 +21,8 @@ def test_every_ending_is_a_setting_and_described():
     assert describe_ending([]) == ""
     said = describe_ending(["run.max_steps", "schedule.max_decays"])
     assert said == (
-        "training ended by run.max_steps (all steps are made) and schedule.max_decays (the learning rate has fallen that "
-        "many times)"
+        "training ended by run.max_steps (all steps are made) and schedule.max_decays (the learning rate has fallen "
+        "that many times)"
     )
 
 
