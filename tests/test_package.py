@@ -62,7 +62,7 @@ def test_the_lists_of_pyproject_have_every_extra_and_every_folder():
 
 
 def test_a_missing_extra_is_one_sentence_with_its_command():
-    with pytest.raises(BadInput, match=r'^videos need nothing_of_it, which is not installed: pip install "\.\[video\]"'):
+    with pytest.raises(BadInput, match=r'^videos need nothing_of_it, .* installed: pip install "\.\[video\]"'):
         import_extra("nothing_of_it", "video", "videos")
     assert import_extra("json", "video", "videos") is json
 
