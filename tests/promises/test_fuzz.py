@@ -28,6 +28,7 @@ import timm
 import torch
 import yaml
 from audit import written
+from dirty_sets import build, sets_in
 from documents import row_of
 from launching import CPU, ROOT
 from PIL import Image
@@ -112,6 +113,9 @@ def make_data(folder: Path) -> None:
     table = small_table(folder / "source")
     for format in ("coco", "voc", "yolo", "csv"):
         write_folder(table, folder / format, "train", format)
+    for tool in ("labelme", "via", "cvat", "label_studio", "supervisely"):
+        files, _ = sets_in(tool)[0].values[0]
+        build(files, folder / tool)
     with zipfile.ZipFile(folder / "images.zip", "w") as archive:
         for image in sorted((folder / "source").glob("*.jpg")):
             archive.write(image, image.name)
@@ -386,6 +390,13 @@ KINDS = {
     "YOLO labels": (make_data, "yolo/**/1.txt", WORDS, data_reader("train", path="yolo"), 80),
     "YOLO settings": (make_data, "yolo/*.yaml", TREE, data_reader("train", path="yolo"), 80),
     "CSV": (make_data, "csv/*.csv", [change_rows, change_number, change_bytes], data_reader("train", path="csv"), 100),
+    "LabelMe": (make_data, "labelme/*.json", TREE, data_reader("train", path="labelme", format="labelme"), 80),
+    "VIA": (make_data, "via/train/*.json", TREE, data_reader("train", path="via", format="via", masks=True), 80),
+    "CVAT": (make_data, "cvat/*.xml", WORDS, data_reader("train", path="cvat", format="cvat", masks=True), 80),
+    "Label Studio": (make_data, "label_studio/*.json", TREE,
+                     data_reader("train", path="label_studio", format="label_studio", masks=True), 80),
+    "Supervisely": (make_data, "supervisely/train/ann/*.json", TREE,
+                    data_reader("train", path="supervisely", format="supervisely", masks=True), 80),
     "image": (make_data, "coco/**/1.jpg", BYTES, data_reader("train", path="coco"), 80),
     "zip of images": (make_data, "images.zip", [change_members, change_bytes],
                       data_reader("train", path="coco", image_dir="images.zip"), 80),

@@ -26,8 +26,6 @@ from toolkit.data.table import DetectionTable
 TITLE = "LabelMe"
 RECTANGLES = ("rectangle", "rotation", "oriented_rectangle")
 LINES = ("point", "points", "line", "linestrip")
-# Two corners as their pixels, of which the last one belongs to the mask.
-KINDS = "polygon, rectangle, circle or mask"
 
 
 def find(layout: Layout) -> Splits | None:
@@ -79,7 +77,8 @@ def _drawn(entry: Mapping, size_hw: Size) -> Drawn:
     if kind == "mask":
         left, top = numbers_in(points[0], 2)
         return bitmap(picture_pixels(entry["mask"], "its mask"), left, top, size_hw)
-    raise ValueError(f"it is a {kind} of {len(points)} points, which is not read; expected a {KINDS}")
+    expected = "expected a polygon, rectangle, circle or mask"
+    raise ValueError(f"it is a {kind} of {len(points)} points, which is not read; {expected}")
 
 
 FORMAT = ImageFormat(".json", _is_annotation, _parse, may_lie=True)

@@ -118,7 +118,7 @@ def _drawn(shape: Mapping) -> Drawn:
     kind = shape["name"]
     if kind in LINES:
         raise NoArea(kind)
-    if kind in ("polygon", "polyline"):
+    if kind == "polygon":
         xs = numbers_in(shape["all_points_x"])
         ys = numbers_in(shape["all_points_y"])
         if len(xs) != len(ys):
