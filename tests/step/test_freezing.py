@@ -13,8 +13,8 @@ from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
 
 from toolkit.base.errors import BadInput
 from toolkit.step.freezing import (
+    BatchCounts,
     FrozenBatchNorm2d,
-    count_batches_at_once,
     freeze,
     freeze_batch_norms,
     freeze_prefixes,
@@ -119,7 +119,7 @@ class UsesANormTwice(nn.Module):
 def test_batch_norms_that_count_at_once_count_what_they_count_alone():
     alone = UsesANormTwice()
     together = copy.deepcopy(alone)
-    count_batches_at_once(together)
+    BatchCounts(together)
     buffers = dict(together.named_buffers())
     for training in (True, False, True):
         for model in (alone, together):
@@ -127,7 +127,10 @@ def test_batch_norms_that_count_at_once_count_what_they_count_alone():
         torch.testing.assert_close(together.state_dict(), alone.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="4D"):
         together(torch.ones(2))
-    assert alone.twice.num_batches_tracked == 4
+    copied = copy.deepcopy(together).train()
+    copied(torch.ones(2, 3, 4, 4))
+    assert copied.twice.num_batches_tracked == 6
+    assert alone.twice.num_batches_tracked == together.twice.num_batches_tracked == 4
     for name, buffer in together.named_buffers():
         assert buffer is buffers[name]
 

@@ -39,7 +39,7 @@ from toolkit.step.execution import (
     has_depthwise_convolutions,
     precision_of_device,
 )
-from toolkit.step.freezing import count_batches_at_once
+from toolkit.step.freezing import BatchCounts
 from toolkit.step.losses import LossWeights
 from toolkit.step.optim import build_optimizer, parameter_groups
 from toolkit.step.schedules import schedule_of_settings, steps_from
@@ -74,7 +74,7 @@ def build_training(
     checkpoint_in_place(detector, c.optim.checkpointing, execution.compile)
     compile_in_place(detector, execution.compile, cache_root() / "compiled")
     if is_waited_for(accelerator.device) and not execution.compile:
-        count_batches_at_once(detector)
+        BatchCounts(detector)
         if accelerator.num_processes == 1 and not c.optim.checkpointing:
             WeightCasts(detector, accelerator.device)
     images_of_a_step = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes

@@ -225,34 +225,36 @@ def hold_batch_norms(module: nn.Module) -> None:
             freeze(child)
 
 
-def count_batches_at_once(module: nn.Module) -> None:
-    """Let the batch norms of `module` add to num_batches_tracked together, at the end of each forward in training.
+class BatchCounts:
+    """Lets the batch norms of a module add to num_batches_tracked together, at the end of each forward in training.
 
     On a GPU this is one kernel instead of one for each norm. The counts stay the same, however often a norm is used. It
     is not for compiled modules, whose graphs hold the buffers.
     """
-    holders = []  # of the norms' buffers by name
-    for child in module.modules():
-        if isinstance(child, _BatchNorm) and child.num_batches_tracked is not None and child.momentum is not None:
-            holders.append(child._buffers)
-    on_host = torch.zeros(len(holders), dtype=torch.int64)
-    totals = []  # the buffers, while a forward is under way
 
-    def begin(*_) -> None:
-        if holders and module.training:
-            totals.extend(holder["num_batches_tracked"] for holder in holders)
-            for holder, count in zip(holders, on_host.zero_(), strict=True):
-                holder["num_batches_tracked"] = count
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._norms: list[nn.Module] = []
+        for child in module.modules():
+            if isinstance(child, _BatchNorm) and child.num_batches_tracked is not None and child.momentum is not None:
+                self._norms.append(child)
+        self._on_host = torch.zeros(len(self._norms), dtype=torch.int64)
+        self._totals: list[Tensor] = []  # the buffers of the norms, while a forward is under way
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
 
-    def end(*_) -> None:
-        if totals:
-            torch._foreach_add_(totals, on_host.tolist())
-            for holder, total in zip(holders, totals, strict=True):
-                holder["num_batches_tracked"] = total
-            totals.clear()
+    def _begin(self, *_) -> None:
+        if self._norms and self.module.training:
+            self._totals = [norm.num_batches_tracked for norm in self._norms]
+            for norm, count in zip(self._norms, self._on_host.zero_(), strict=True):
+                norm._buffers["num_batches_tracked"] = count
 
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end, always_call=True)
+    def _end(self, *_) -> None:
+        if self._totals:
+            torch._foreach_add_(self._totals, self._on_host.tolist())
+            for norm, total in zip(self._norms, self._totals, strict=True):
+                norm._buffers["num_batches_tracked"] = total
+            self._totals = []
 
 
 def set_bn_momentum(module: nn.Module, momentum: float) -> None:

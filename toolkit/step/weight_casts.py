@@ -52,6 +52,8 @@ class WeightCasts:
         self._calls[layer] = self._calls.get(layer, True) and torch.is_autocast_enabled(self.device_type)
 
     def _end(self, *_) -> None:
+        if not self.module.training:
+            return
         for layer in self._layers or ():
             for name in layer._parameters:
                 layer.__dict__.pop(name, None)
