@@ -22,7 +22,7 @@ from toolkit.detectors.detr.detr_criterion import (
     matching_metrics,
     pad_targets,
 )
-from toolkit.detectors.detr.mask_terms import MaskTerms
+from toolkit.detectors.detr.mask_terms import BatchMasks, MaskTerms
 from toolkit.step.losses import times_class_weights, without_unlabelled
 
 ALPHA, GAMMA = 0.25, 2.0  # of the focal loss, in all these papers
@@ -141,31 +141,36 @@ class FocalCriterion(nn.Module):
             if masks:
                 losses |= of_decoder.losses(matches, self.suffixes, denominator)
             if self.encoder:
-                encoder_targets = padded
-                encoder_weights = class_weights
-                if self.encoder == "foreground":
-                    encoder_targets = padded._replace(
-                        labels=torch.zeros_like(padded.labels),
-                        labelled=None,
-                    )
-                    encoder_weights = None
-                logits_of_proposals = outputs["encoder_logits"][None]
-                boxes_of_proposals = outputs["encoder_boxes"][None]
                 of_encoder = masks.layers(slice(-1, None)) if masks else None
-                mask_costs = of_encoder.matching_costs() if masks else None
-                assigned = match_focal(
-                    logits_of_proposals, boxes_of_proposals, encoder_targets, self.matching_costs, groups, mask_costs
-                )
-                (of_boxes,) = box_terms([(boxes_of_proposals, assigned)], encoder_targets)
-                losses |= matched_losses(
-                    logits_of_proposals, of_boxes, encoder_targets, assigned, ("_enc",), *common, encoder_weights
-                )
-                if masks:
-                    losses |= of_encoder.losses(assigned, ("_enc",), denominator)
+                losses |= self._encoder_losses(outputs, padded, denominator, groups, class_weights, of_encoder)
             detecting = logits.shape[2] // groups
             best = logits[:, :, :detecting].amax(-1)  # (L, B, Q)
             cardinality = (best > 0).sum(-1)  # (L, B): scores above one half
             return losses, matching_metrics(logits, cardinality, padded, matches, self.suffixes, detecting)
+
+    def _encoder_losses(
+        self,
+        outputs: Mapping[str, Tensor],
+        targets: PaddedTargets,
+        denominator: Tensor | float,
+        groups: int,
+        class_weights: Tensor | None,
+        masks: BatchMasks | None,
+    ) -> dict[str, Tensor]:
+        """Return the losses of the proposals (B, P) of the encoder, `..._enc`, see `forward`."""
+        if self.encoder == "foreground":
+            targets = targets._replace(labels=torch.zeros_like(targets.labels), labelled=None)
+            class_weights = None
+        logits = outputs["encoder_logits"][None]
+        boxes = outputs["encoder_boxes"][None]
+        mask_costs = masks.matching_costs() if masks else None
+        matches = match_focal(logits, boxes, targets, self.matching_costs, groups, mask_costs)
+        (of_boxes,) = box_terms([(boxes, matches)], targets)
+        common = (self.class_terms, "loss_ce", denominator)
+        losses = matched_losses(logits, of_boxes, targets, matches, ("_enc",), *common, class_weights)
+        if masks:
+            losses |= masks.losses(matches, ("_enc",), denominator)
+        return losses
 
 
 def matched_losses(

@@ -72,20 +72,7 @@ def begin_proposals(
         min_size: smallest side in pixels.
         min_score: smallest objectness probability.
     """
-    widest = min(before, max(per_level))
-    levels = []
-    for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
-        count = min(before, level_logits.shape[1])
-        best, index = level_logits.topk(count, dim=1)
-        chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
-        scores = best.sigmoid()
-        missing = widest - best.shape[1]
-        if missing:
-            chosen = F.pad(chosen, (0, 0, 0, missing))
-            scores = F.pad(scores, (0, missing), value=-1.0)
-        levels.append((chosen, scores))
-    boxes = torch.stack([chosen for chosen, _ in levels], 1)  # (B, L, K, 4)
-    scores = torch.stack([of_level for _, of_level in levels], 1)  # (B, L, K)
+    boxes, scores = _best_of_levels(boxes_xyxy, logits, per_level, before)
     boxes = clip(boxes, limits_whwh[:, None, None])
     sides = boxes[..., 2:] - boxes[..., :2]
     is_large = (sides >= min_size).all(-1)
@@ -111,6 +98,27 @@ def begin_proposals(
         return proposals, proposals_on_host
 
     return read
+
+
+def _best_of_levels(boxes_xyxy: Tensor, logits: Tensor, per_level: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` best boxes (B, L, K, 4) of each of L levels, best first, and their scores (B, L, K).
+
+    Levels with fewer boxes are padded with scores of -1.
+    """
+    widest = min(count, max(per_level))
+    levels = []
+    for level_boxes, level_logits in zip(boxes_xyxy.split(per_level, 1), logits.split(per_level, 1), strict=True):
+        best, index = level_logits.topk(min(count, level_logits.shape[1]), dim=1)
+        chosen = level_boxes.gather(1, index[..., None].expand(-1, -1, 4))
+        scores = best.sigmoid()
+        missing = widest - best.shape[1]
+        if missing:
+            chosen = F.pad(chosen, (0, 0, 0, missing))
+            scores = F.pad(scores, (0, missing), value=-1.0)
+        levels.append((chosen, scores))
+    boxes = torch.stack([chosen for chosen, _ in levels], 1)
+    scores = torch.stack([of_level for _, of_level in levels], 1)
+    return boxes, scores
 
 
 class LevelPool(MultiScaleRoIAlign):
