@@ -21,34 +21,54 @@ from torch.distributed.utils import _to_kwargs
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+PHASES = ("forward", "backward", "update")  # of a step; the criterion is in the first
 
 
 class Counting:
     """Events of the second step, by the part of the step they are in, and of the last pass over the validation data."""
 
     def __init__(self, log: pretended_device.Log):
-        from toolkit.run import training, validation
+        from toolkit.run import training, training_window, validation
         from toolkit.run.session import Session
 
         self.make_training = Session.training
-        self.log, self.step, self.passed = log, [], []
+        self.log, self.step, self.counted, self.passed = log, [], [], []
         self.windows = training.Training.windows
+        self.backward = training_window.TrainingWindow.backward
+        self.phase = PHASES[0]
+        training_window.TrainingWindow.backward = self._backward()
         self.predict = validation.predict_dataset
         training.Training.windows, validation.predict_dataset = self._windows(), self._predict
 
     def _windows(self):
         def windows(t):
             for number, window in enumerate(self.windows(t)):
-                self.log.events = []
+                self._begin_phase(PHASES[0])
+                self.step = []
                 self.log.recording = number == 1
                 try:
                     yield window
                 finally:
+                    self._begin_phase(PHASES[0])
                     if self.log.recording:
-                        self.step = self.log.events
+                        self.counted = self.step
                     self.log.recording = False
 
         return windows
+
+    def _backward(self):
+        def backward(window, *given):
+            self._begin_phase("backward")
+            self.backward(window, *given)
+            self._begin_phase("update")
+
+        return backward
+
+    def _begin_phase(self, phase: str) -> None:
+        """What has happened since the last call was in the phase before."""
+        self.step += [(self.phase, event) for event in self.log.events]
+        self.log.events = []
+        self.phase = phase
 
     def _predict(self, *args, **kwargs):
         before = self.log.recording, self.log.events
@@ -60,7 +80,9 @@ class Counting:
             self.log.recording, self.log.events = before
 
     def found(self) -> dict:
-        return {part: _summary(events) for part, events in (("step", self.step), ("evaluation", self.passed))}
+        launches = Counter(phase for phase, event in self.counted if event.kind == "launch")
+        step = _summary([event for _, event in self.counted])
+        return {"step": step | {"phases": dict(launches)}, "evaluation": _summary(self.passed)}
 
 
 def _summary(events: list) -> dict:
@@ -109,7 +131,7 @@ def run(script: str, args: list[str], counting: Counting) -> dict:
     module = sys.modules["script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     Session.training = moving_its_inputs(counting.make_training)
-    counting.step, counting.passed, began = [], [], time.monotonic()
+    counting.counted, counting.passed, began = [], [], time.monotonic()
     code = command_line.run_script(module.main, module.Config, module.DEFAULT_CONFIG, args)
     return {"code": code, "seconds": time.monotonic() - began, **counting.found()}
 
@@ -145,6 +167,8 @@ def main(argv: list[str]) -> int:
         found = run(argv[0], [*argv[1:], *short], counting)
     for part in ("step", "evaluation"):
         print(f"\n{part}: {found[part]['waits']} waits, {found[part]['launches']} launches")
+        if part == "step":
+            print("launches of its phases:", found[part]["phases"])
         for kind in ("places", "unpinned", "launches_at"):
             for at, count in found[part][kind].items():
                 print(f"{count:7d} {kind.removesuffix('_at')} at {at}")

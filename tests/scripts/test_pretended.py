@@ -36,6 +36,14 @@ WAITS = {
 GRAPHS = {"predcls": Waits(1, 1), "sgcls": Waits(3, 2), "sgdet": Waits(6, 3)}  # with the detector trained too
 # Which samples and which detections have a mask. RF-DETR, with masks or without, matches its proposals too.
 MORE_WITH_MASKS = {DETR: 1, FASTER_RCNN: 2}
+# Of a step of the small settings in bf16, by phase; a phase may have a twentieth more.
+LAUNCHES_OF_STEP = {
+    DETR: {"forward": 703, "backward": 670, "update": 40},
+    YOLOV3: {"forward": 440, "backward": 211, "update": 41},
+    FASTER_RCNN: {"forward": 582, "backward": 151, "update": 42},
+    SCENE_GRAPHS: {"forward": 1309, "backward": 852, "update": 43},
+    SSD: {"forward": 338, "backward": 61, "update": 59},
+}
 EVALUATION = 4  # of a whole evaluation, beside its batches: losses are read, anchors are moved once
 LAUNCHES = 40 * 32  # of an evaluated batch, 40 for each of as many images as it has by default; however many it has
 HEADS = ("imp", "vctree", "transformer", "vtranse", "causal", "penet", "react", "react_pp", "squat")
@@ -121,6 +129,19 @@ def test_waits_do_not_depend_on_the_batch_or_the_precision(script, settings, tmp
     if script == DETR:
         run = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["run"]
         assert (run["precision"], run["tf32"]) == ("bf16", True), "where a device has both"
+
+
+@pytest.mark.slow
+@pytest.mark.every_script
+def test_no_phase_of_a_step_has_more_launches_than_it_had(script, settings, tmp_path):
+    """Where one has far fewer, note the new number."""
+    args = settings(f"--run.output_dir {tmp_path} {SHORT} --run.precision bf16")
+    (measured,) = pretended(tmp_path, [(script.name, args)])
+    found = measured["step"]["phases"]
+    expected = LAUNCHES_OF_STEP[script]
+    assert found.keys() == expected.keys()
+    for phase, launches in expected.items():
+        assert found[phase] <= 1.05 * launches, found
 
 
 @pytest.mark.slow
