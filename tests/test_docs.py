@@ -55,6 +55,15 @@ def test_the_loss_of_the_first_page_is_the_one_of_the_recipes():
     assert "\n".join(kept).startswith(loop), "the whole loop"
 
 
+def test_every_figure_of_the_first_page_is_in_the_pages_of_measurements():
+    prose = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    figures = set(re.findall(r"\d+\.\d+", prose.replace("Python 3.11", "").replace("Apache-2.0", "")))
+    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "benchmarks")]
+    measured = set(re.findall(r"\d+\.\d+", "".join(pages)))
+    assert len(figures) > 20
+    assert figures - measured == {"0.2"}  # a share of the data
+
+
 def test_every_page_is_in_the_contents():
     entries = re.findall(r"[\w/]+\.md", yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     written = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}

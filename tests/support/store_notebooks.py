@@ -98,7 +98,7 @@ def _shrink_pictures(data: dict) -> None:
             picture = Image.open(BytesIO(base64.b64decode(data.pop(kind)))).convert("RGB")
             smaller = BytesIO()
             picture.thumbnail((700, 700))
-            picture.save(smaller, "JPEG", quality=70)
+            picture.save(smaller, "JPEG", quality=60)
             data["image/jpeg"] = base64.b64encode(smaller.getvalue()).decode()
 
 
