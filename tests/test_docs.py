@@ -61,7 +61,7 @@ def test_every_figure_of_the_first_page_is_in_the_pages_of_measurements():
     pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "benchmarks")]
     measured = set(re.findall(r"\d+\.\d+", "".join(pages)))
     assert len(figures) > 20
-    assert figures - measured == {"0.2"}  # a share of the data
+    assert figures <= measured
 
 
 def test_every_page_is_in_the_contents():
