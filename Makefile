@@ -2,7 +2,7 @@
 # make test    set up and run the tests; make test-slow runs the long ones too
 # make which FILE=toolkit/data/table.py   the tests about a module;  make mutants   changes lines, and sees tests fail
 # make lint    ruff;  make bench   ratios against plain programs, measured in one run
-# make gpu     the five scripts on a GPU, eight minutes at most; writes runs/gpu/, to send in
+# make gpu     the five scripts on a GPU, seven minutes at most; writes runs/gpu/, to send in
 # make docs    the site, into site/
 # make notebooks   opens them in JupyterLab;  make notebook-outputs   runs them and stores what they show
 

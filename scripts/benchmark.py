@@ -3,7 +3,7 @@
     python scripts/benchmark.py                       # everything: about 12 minutes on two CPU cores; `make bench`
     python scripts/benchmark.py --only loop startup   # some
     python scripts/benchmark.py --quick               # small sizes: shows that it runs, the figures mean nothing
-    python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, 8 minutes at most; `make gpu`
+    python scripts/benchmark.py --only gpu --out runs/gpu   # on a GPU, 7 minutes at most; `make gpu`
     python scripts/benchmark.py --only peers --out runs/peers/shapes   # beside other toolkits, 45 minutes; an extra
 
 Ratios are medians of interleaved rounds in one process; each has a line of ours (or of the plain program) against
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--only", nargs="+", choices=names, default=usual, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the table there too: table.md and rows.json")
-    parser.add_argument("--long", action="store_true", help="of gpu: every mode, an hour or so instead of 8 minutes")
+    parser.add_argument("--long", action="store_true", help="of gpu: every mode, an hour or so instead of 7 minutes")
     parser.add_argument("--items", nargs="+", default=[], metavar="WORD",
                         help="of gpu: only what has one of these words in its title, such as resumed")  # fmt: skip
     arguments = parser.parse_args(argv)

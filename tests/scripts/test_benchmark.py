@@ -1,14 +1,19 @@
 """The benches run, and both sides of each compute the same; no time is asserted."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+import yaml
 from places import ROOT
 
 from toolkit.base.errors import BadInput
@@ -17,7 +22,10 @@ from toolkit.tools.shapes import make_shapes
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import benchmark
-from benches import loop, peers
+from benches import loop, measuring, peers
+from benches.gpu import items as gpu_items
+from benches.gpu import schedule
+from benches.gpu.trainings import Driven, Measured, Plan, kernels_in
 
 ELSEWHERE = ("loop,", "yolov3,", "COCO file")  # rows of benches with a test of their own
 LARGEST_DIFFERENCES = {
@@ -88,6 +96,114 @@ def test_without_a_gpu_its_bench_says_so(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--only", "gpu"])
     assert benchmark.command() == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def titles_of(long: bool) -> list[str]:
+    groups = schedule.groups(1, long=long, quick=False)
+    return [item.title for group in groups for item in group]
+
+
+def test_items_of_the_gpu_bench_come_by_their_value():
+    titles = titles_of(long=False)
+    speeds = [f"{script}, bf16" for script in schedule.SECONDS_OF_SPEED]
+    assert titles[:6] == [*speeds, "train_faster_rcnn, bf16, compiled"]
+    late = titles.index("train_ssd, bf16, two kernels tried")
+    assert titles.index("train_yolov3, resumed") < late < titles.index("train_faster_rcnn, TF32")
+    only_long = {*titles_of(long=True)} - {*titles}
+    assert {"train_faster_rcnn, resumed", "train_sgg, resumed"} <= only_long
+    assert {*titles} <= {*titles_of(long=True)}
+
+
+@pytest.mark.parametrize("script", gpu_items.RECIPES)
+def test_pictures_of_the_gpu_bench_are_whole_batches(script):
+    name, *arguments = gpu_items.RECIPES[script]
+    settings = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    batch = int(arguments[-1]) if arguments else settings["data"]["batch_size_per_device"]
+    count = gpu_items.ON_SHAPES.index("--data.max_train_images") + 1
+    assert int(gpu_items.ON_SHAPES[count]) % batch == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the bench forks")
+def test_an_item_of_the_gpu_bench_that_is_ended_keeps_what_it_has_told(tmp_path):
+    def measure(items):
+        items.tell(measuring.row("until step 1", 3.0, "s"))
+        time.sleep(60)
+        yield measuring.row("speed", 1.0, "images/s")
+
+    item = schedule.Item("slow", 2, measure)
+    group = schedule._Group([item], tmp_path, tmp_path / "log.txt", math.inf, long=False, quick=False)
+    told, ended = group.rows()
+    assert (told["name"], told["value"]) == ("gpu, slow, until step 1", 3.0)
+    assert ended["name"] == "gpu, slow, not finished"
+    assert "was ended after 2 s" in ended["unit"]
+
+
+@pytest.fixture
+def without_device(monkeypatch):
+    """Calls that need a GPU do nothing, and warnings are shown as before afterwards."""
+    for name in ("synchronize", "reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    with warnings.catch_warnings():
+        yield
+
+
+def test_a_training_of_the_gpu_bench_tells_each_part_once_it_is_over(without_device, tmp_path):
+    told = []
+    plan = Plan(warm_up=1, steps=2, waited=1, profiled=1, tell=told.append)
+    driven = Driven(tmp_path, plan)
+    told_at = []
+    for step in range(5):
+        driven.tick(step, images=4)
+        told_at.append(len(told))
+    with pytest.raises(Measured):
+        driven.tick(5, images=4)
+    values = values_of(told)
+    assert told_at == [1, 2, 2, 7, 8]
+    assert list(values) == [
+        "until step 1",
+        "steps 1 to 1",
+        "batch",
+        "waiting for data",
+        "rest of the time between two steps",
+        "speed",
+        "memory",
+        "waits",
+        "GPU busy",
+        "kernels",
+    ]
+    assert values["batch"] == 4
+    assert values["memory"] == 1
+    assert values["speed"] == float((tmp_path / "images_per_s.txt").read_text())
+
+
+PROFILED = {  # microseconds
+    ("gemm", "CUDA"): [(300, 400), (0, 100)],
+    ("relu", "CUDA"): [(50, 150), (60, 70)],
+    ("Memcpy HtoD (Pinned -> Device)", "CUDA"): [(150, 290)],
+    ("cudaLaunchKernel", "CPU"): [(0, 1000)],
+}
+
+
+def profiled_events() -> list[SimpleNamespace]:
+    """What a profile has of kernels, copies and calls."""
+    events = []
+    for (name, device), spans in PROFILED.items():
+        kind = getattr(torch.autograd.DeviceType, device)
+        for start, end in spans:
+            time_range = SimpleNamespace(start=start, end=end)
+            event = SimpleNamespace(name=name, device_type=kind, time_range=time_range)
+            events.append(event)
+    return events
+
+
+def test_kernels_of_a_profile():
+    """Two kernels at once are busy once; copies and calls of the host are not kernels."""
+    count, busy_s, longest_s = kernels_in(profiled_events())
+    assert count == 4
+    assert busy_s == pytest.approx(250e-6)
+    assert dict(longest_s) == pytest.approx({"gemm": 200e-6, "relu": 110e-6})
+    assert kernels_in([]) == (0, 0.0, [])
 
 
 ON_TWO = """

@@ -1,13 +1,15 @@
-"""What an item of the bench measures; each yields rows with `name`, `value`, `unit`, and some with `required`."""
+"""What an item of the bench measures; each yields rows with `name`, `value`, `unit`, and some with `required`.
 
-import json
+The rows of a speed are told by the training that measures them.
+"""
+
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from toolkit.run.metrics_log import read_metrics
 from toolkit.tools.shapes import ensure_shapes
 
 from ..measuring import row
-from .loops import bare_loop, profile_copies, torchvision_loop, transformers_loop
+from .loops import bare_loop, torchvision_loop, transformers_loop
 from .trainings import ROOT, SCRIPTS, Plan, Trainings
 
 RECIPES = {  # the configuration of each script's model, and what fits any GPU of 16 GB
@@ -29,9 +31,10 @@ RECIPES = {  # the configuration of each script's model, and what fits any GPU o
     "train_yolov3": ["yolov3/darknet53_coco"],
     "train_sgg": ["sgg/vg150"],
 }
+# 960 pictures are whole batches of all of these sizes: no timed step has the smaller last one of an epoch
 ON_SHAPES = """--data.format shapes --data.train train --data.val val --data.name null --data.image_dir null
---data.augment null --data.multi_scale [] --data.photometric false --data.zoom_out 1 --data.iou_crop false
---data.cache_images true --eval.test_split null""".split()
+--data.max_train_images 960 --data.augment null --data.multi_scale [] --data.photometric false --data.zoom_out 1
+--data.iou_crop false --data.cache_images true --eval.test_split null""".split()
 # `make gpu` at the sizes of the bundled configurations, on a device that is pretended
 QUICK = "--data.image_size 64 --data.batch_size_per_device 2 --data.workers 0 --data.max_train_images 32".split()
 BF16 = {"run.precision": "bf16", "run.tf32": "true"}
@@ -40,13 +43,15 @@ MODES = {
     "TF32": {"run.precision": "no", "run.tf32": "true"},
     "bf16": BF16,
     "fp16": BF16 | {"run.precision": "fp16"},
-    "bf16, kernels tried": BF16,
+    "bf16, two kernels tried": BF16,
+    "bf16, two GPUs": BF16,
     "bf16, compiled": BF16 | {"optim.compile": "true"},
     "bf16, largest batch": BF16,
 }
-PEERS = {  # the other loops on a script's model
-    "train_faster_rcnn": {"torchvision's reference loop": torchvision_loop},
-    "train_detr": {"transformers' Trainer": transformers_loop, "bare loop": bare_loop},
+PEERS = {  # the other loop on a script's model
+    "train_faster_rcnn": ("torchvision's reference loop", torchvision_loop),
+    "train_detr": ("transformers' Trainer", transformers_loop),
+    "train_ssd": ("bare loop", bare_loop),
 }
 EXACT = MODES["float32"] | {"run.deterministic": "true", "schedule.name": "constant", "schedule.warmup_steps": 0}
 # One step of plain descent at rate 1, which moves the weights by their gradient, on images of one size
@@ -62,13 +67,18 @@ class Items:
     Args:
         trainings: starts them.
         quick: use tiny sizes and few steps, to see that everything runs.
+        tell: is called with the rows that a training measures, inside of it, as soon as it has them.
     """
 
-    def __init__(self, trainings: Trainings, quick: bool = False):
+    def __init__(self, trainings: Trainings, quick: bool = False, tell: Callable[[dict], object] = print):
         self.trainings = trainings
         self.quick = quick
+        self.tell = tell
         self.small = QUICK if quick else []
-        self.timed = Plan(warm_up=1, steps=2, waited=1) if quick else Plan(warm_up=10, steps=60, waited=4)
+        # The timed steps end before the first epoch of RT-DETR-v2, which has 60 steps; the loop's clock averages 50
+        self.timed = Plan(warm_up=8, steps=50, waited=4, profiled=4)
+        if quick:
+            self.timed = Plan(warm_up=1, steps=2, waited=1, profiled=1)
 
     def recipe(self, script: str) -> list[str]:
         """Return the arguments that train the model of a published recipe on the bundled pictures."""
@@ -83,36 +93,27 @@ class Items:
     # ---- speed -------------------------------------------------------------------------------------------------------
 
     def speed(self, script: str, mode: str) -> Iterator[dict]:
-        """Measure images/s, memory and waits of one mode, and of the other loops on the same model in it."""
+        """Measure images/s, memory, waits and kernels of one mode, and in bf16 of the other loop on the same model."""
         arguments = self.recipe(script)
         if mode == "bf16, largest batch":
             arguments += self._largest_batch(script, arguments, MODES[mode])
-        timed = replace(self.timed, tries_kernels=True if mode == "bf16, kernels tried" else None)
-        ours = self._measured(script, arguments, MODES[mode], timed)
-        yield row("batch", ours["batch"], "images")
-        yield row("until step 1", ours["start_s"], "s")
-        yield row(f"steps 1 to {self.timed.warm_up}", ours["warm_up_s"], "s, with the choice of kernels")
-        yield row("waiting for data", 100 * ours["data_share"], "%")
-        yield from _speed_rows("", ours)
-        peers = PEERS.get(script, {}) if mode in ("TF32", "bf16") else {}
-        for peer, loop in peers.items():
-            other = self._measured(script, arguments, MODES[mode], replace(self.timed, loop=loop))
-            yield from _speed_rows(f"{peer}, ", other)
-            yield row(f"ours / {peer}", ours["images_per_s"] / other["images_per_s"], "x")
+        timed = replace(self.timed, kernels_tried=2 if mode == "bf16, two kernels tried" else 0)
+        processes = 2 if mode == "bf16, two GPUs" else 1
+        ours = self._images_per_s(script, arguments, MODES[mode], timed, processes=processes)
+        if mode == "bf16" and script in PEERS:
+            peer, loop = PEERS[script]
+            other = self._images_per_s(script, arguments, MODES[mode], replace(timed, loop=loop), of=f"{peer}, ")
+            yield row(f"ours / {peer}", ours / other, "x")
 
-    def speed_of_two(self, script: str) -> Iterator[dict]:
-        """Measure the images/s of two GPUs together, and the waits of one of them."""
-        measured = self._measured(script, self.recipe(script), BF16, self.timed, processes=2)
-        measured["images_per_s"] *= 2
-        yield from _speed_rows("", measured)
-
-    def _measured(
-        self, script: str, arguments: Sequence[str], settings: Mapping, plan: Plan, processes: int = 1
-    ) -> dict:
-        total = plan.warm_up + plan.steps + plan.waited + 1
-        settings = {"run.max_steps": total, **settings}
+    def _images_per_s(
+        self, script: str, arguments: Sequence[str], settings: Mapping, plan: Plan, of: str = "", processes: int = 1
+    ) -> float:
+        """Train under a plan, tell the rows that it measures, and return the speed. of: what their names begin with."""
+        total = plan.warm_up + plan.steps + plan.waited + plan.profiled + 1
+        settings = {"run.max_steps": total, "run.log_every": 50, **settings}
+        plan = replace(plan, tell=lambda each: self.tell(each | {"name": f"{of}{each['name']}"}))
         folder = self.trainings.train(script, arguments, settings, plan, processes=processes)
-        return json.loads((folder / "measured.json").read_text())
+        return float((folder / "images_per_s.txt").read_text())
 
     def _largest_batch(self, script: str, arguments: Sequence[str], settings: Mapping) -> list[str]:
         out = self.trainings.scratch / f"{script}.yaml"
@@ -122,14 +123,6 @@ class Items:
         _run([*program, *given])
         batch = yaml.safe_load(out.read_text())["data"]["batch_size_per_device"]
         return ["--data.batch_size_per_device", str(batch), "--optim.accumulation_steps", "1"]
-
-    def overlap(self, script: str) -> Iterator[dict]:
-        """Measure which part of the copies of images to the GPU lies under kernels."""
-        plan = Plan(warm_up=1 if self.quick else 15, waited=2 if self.quick else 5, loop=profile_copies)
-        folder = self.trainings.train(script, self.recipe(script), BF16, plan)
-        found = json.loads((folder / "overlap.json").read_text())
-        copied = f"{found['copied_us']:.0f} us in {found['copies']} copies"
-        yield row("copies under kernels", 100 * found["share"], f"% of {copied}, {found['kernels']} kernels")
 
     # ---- what must hold there as on a CPU ----------------------------------------------------------------------------
 
@@ -153,13 +146,19 @@ class Items:
     def parity(self, script: str) -> Iterator[dict]:
         """Compare the loss of the first step of the bundled configuration on the GPU with that on the CPU, in
         float32."""
+        yield self._parity("loss of step 1", script, self.small)
+        if script == "train_detr":  # if the devices draw unlike noise, this says whether the rest agrees
+            without = [*self.small, "--model.num_denoising", "0"]
+            yield self._parity("loss of step 1 without noisy queries", script, without)
+
+    def _parity(self, name: str, script: str, arguments: Sequence[str]) -> dict:
         losses = []
         for environment in (ON_CPU, {}):
-            folder = self.trainings.train(script, self.small, EXACT, Plan(until=2), environment=environment)
+            folder = self.trainings.train(script, arguments, EXACT, Plan(until=2), environment=environment)
             losses.append(_losses(folder)[1])
         on_cpu, on_gpu = losses
         unit = "relative; more than 0.001 only where samples are drawn on the device"
-        yield row("loss of step 1, GPU / CPU - 1", on_gpu / on_cpu - 1, unit)
+        return row(f"{name}, GPU / CPU - 1", on_gpu / on_cpu - 1, unit)
 
     def moves(self) -> Iterator[dict]:
         """Train an SSD on the CPU alone, and on the CPU, the GPU and the CPU again."""
@@ -226,12 +225,6 @@ class Items:
         --run.name oom --run.precision no --run.output_dir""".split()
         words = [SCRIPTS / "train_detr.py", *self.recipe("train_detr"), *given, self.trainings.scratch]
         yield _timed("a batch of 500", words, "out of memory|Lower", expected=2)
-
-
-def _speed_rows(of: str, measured: Mapping) -> list[dict]:
-    waits = row(f"{of}waits", measured["waits"], "waits/step") | {"places": measured["places"]}
-    speed = row(f"{of}speed", measured["images_per_s"], "images/s")
-    return [speed, row(f"{of}memory", measured["peak_gib"], "GiB"), waits]
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

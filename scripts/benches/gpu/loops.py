@@ -1,13 +1,11 @@
 """Other loops, on the model, batches, precision and rate of a training of ours; `t` is its `Training` throughout."""
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .trainings import Driven, Measured
+from .trainings import Driven
 
 
 def torchvision_loop(t: Any, driven: Driven) -> None:
@@ -88,7 +86,7 @@ def transformers_loop(t: Any, driven: Driven) -> None:
     bf16 = t.accelerator.mixed_precision == "bf16"
     AcceleratorState._reset_state()  # or it would refuse another precision
     arguments = TrainingArguments(
-        str(driven.folder / "trainer"), per_device_train_batch_size=batch, max_steps=10**6, logging_steps=10,
+        str(driven.folder / "trainer"), per_device_train_batch_size=batch, max_steps=10**6, logging_steps=50,
         save_strategy="no", report_to="none", remove_unused_columns=False,
         dataloader_num_workers=t.data.loader.num_workers, max_grad_norm=0.1, learning_rate=1e-4, disable_tqdm=True,
         bf16=bf16,
@@ -102,9 +100,10 @@ def bare_loop(t: Any, driven: Driven) -> None:
     """Forward, our losses, backward, clipping and a fused AdamW on one batch that stays on the device: what our loop,
     its data included, costs beyond these."""
     device = t.accelerator.device
-    batch = next(iter(t.data.loader)).to(device)
+    batch = next(iter(t.data.loader))
     optimizer = torch.optim.AdamW(t.trained_parameters, lr=1e-4, fused=True)
-    counts = t.detector.denominators(batch.targets)
+    counts = t.detector.denominators(batch.targets)  # of targets on the CPU
+    batch = batch.to(device)
     denominators = {name: torch.tensor(float(count), device=device) for name, count in counts.items()}
     t.model.train()
     done = 0
@@ -118,50 +117,3 @@ def bare_loop(t: Any, driven: Driven) -> None:
         torch.nn.utils.clip_grad_norm_(t.trained_parameters, 0.1)
         optimizer.step()
         done += 1
-
-
-def profile_copies(t: Any, driven: Driven) -> None:
-    """Have the script's own loop profiled for `plan.steps` steps: how much of the time of copies to the device, which
-    have a stream of their own, kernels run. Writes `overlap.json`: that share, copies and kernels."""
-    plain = t.windows
-    first = driven.plan.warm_up
-    activity = torch.profiler.ProfilerActivity
-    has_cuda = activity.CUDA in torch.profiler.supported_activities()
-    profile = torch.profiler.profile(activities=[activity.CUDA if has_cuda else activity.CPU])
-
-    def windows() -> Iterator:
-        for window in plain():
-            if t.step == first:
-                profile.start()
-            if t.step == first + driven.plan.waited:
-                torch.cuda.synchronize()
-                profile.stop()
-                (driven.folder / "overlap.json").write_text(json.dumps(_overlap(profile.events())))
-                raise Measured
-            yield window
-
-    t.windows = windows
-
-
-def _overlap(events: list) -> dict:
-    """Return which share of the time of copies to the device lies under kernels, and how many there were of both."""
-    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = []
-    copies = []
-    for event in on_device:
-        span = (event.time_range.start, event.time_range.end)
-        if "HtoD" in event.name and span[1] - span[0] > 20:  # microseconds; small ones are not images
-            copies.append(span)
-        elif not event.name.startswith(("Mem", "Optimizer", "Profiler")):
-            kernels.append(span)
-    under = 0.0
-    for copy_start, copy_end in copies:
-        for kernel_start, kernel_end in kernels:
-            under += max(0, min(copy_end, kernel_end) - max(copy_start, kernel_start))
-    total = sum(end - start for start, end in copies)
-    return {
-        "share": under / total if total else 0.0,
-        "copies": len(copies),
-        "copied_us": total,
-        "kernels": len(kernels),
-    }

@@ -1,7 +1,7 @@
 """Trainings as forks of this process, and what happens inside them: a clock, a kill, a NaN, or another loop."""
 
 import importlib
-import json
+import math
 import os
 import signal
 import socket
@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,12 @@ from toolkit import session
 from toolkit.run.command_line import run_script
 from toolkit.tools.watch import steps_alone
 
+from ..measuring import row
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "scripts"
 WAIT = "called a synchronizing CUDA operation"  # as torch.cuda.set_sync_debug_mode says it
+NO_KERNELS = ("Mem", "Optimizer", "Profiler")  # beginnings of the profiler's names of copies, fills and annotations
 
 
 class Measured(Exception):
@@ -37,24 +40,27 @@ class Plan:
     """What happens inside a training.
 
     Attributes:
-        warm_up, steps, waited: steps that are not measured, that are timed, and whose waits are counted; the training
-            then ends. steps = 0: nothing is measured.
+        warm_up, steps, waited, profiled: steps that are not measured, that are timed, whose waits are counted, and
+            whose kernels are; the training then ends. steps = 0: nothing is measured.
         until: steps after which the training is left.
         kill: the step, from 1, in which the process of rank `killed_rank` ends as by `kill -9`.
         nan: the step, from 1, in which every loss is NaN.
-        tries_kernels: whether cuDNN chooses its kernels by trying them; None: as the run has set.
+        kernels_tried: how many kernels cuDNN tries for each convolution; 0: as the run has set.
         loop: trains in place of the script's loop, called with the `Training` and the `Driven`.
+        tell: is called with each row as soon as it is measured, in the first process of the training.
     """
 
     warm_up: int = 0
     steps: int = 0
     waited: int = 0
+    profiled: int = 0
     until: int | None = None
     kill: int | None = None
     killed_rank: int = 0
     nan: int | None = None
-    tries_kernels: bool | None = None
+    kernels_tried: int = 0
     loop: "Callable[[Any, Driven], None] | None" = None
+    tell: Callable[[dict], object] = print
 
 
 class Trainings:
@@ -194,17 +200,19 @@ class Driven:
         self.made = time.perf_counter()
         self.first_step = 0.0
         self.began = 0.0
-        self.data_s = 0.0
-        self.measured: dict = {}
+        self.between_s = 0.0
+        self.step_s = 0.0
         self.warned: list = []
+        self.rank = int(os.environ.get("RANK", "0"))
 
     def training(self, make: Callable, *objects: Any) -> Any:
         """Build the `Training`, and put the plan into it."""
         t = make(*objects)
         if self.plan.nan is not None:
             t.detector.criterion = partial(self._criterion, t.detector.criterion)
-        if self.plan.tries_kernels is not None:
-            torch.backends.cudnn.benchmark = self.plan.tries_kernels
+        if self.plan.kernels_tried:
+            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.benchmark_limit = self.plan.kernels_tried
         if self.plan.loop is not None:
             self.plan.loop(t, self)
         t.windows = partial(self._windows, t, t.windows)
@@ -214,7 +222,8 @@ class Driven:
         """Yield the windows of the training, with a tick before each step."""
         began = time.perf_counter()
         for window in plain():
-            self.tick(t.step, sum(map(len, window.batches)), time.perf_counter() - began)
+            images = sum(map(len, window.batches))
+            self.tick(t.step, images, time.perf_counter() - began, t.log.timer.data_s)
             yield window
             began = time.perf_counter()
 
@@ -224,37 +233,36 @@ class Driven:
             losses = {name: loss * float("nan") for name, loss in losses.items()}
         return losses, metrics
 
-    def tick(self, done: int, images: int, data_s: float = 0.0) -> None:
-        """Count a step before it begins. done: steps of the run so far. data_s: seconds spent waiting for its batch."""
+    def tick(self, done: int, images: int, between_s: float = 0.0, data_s: float = 0.0) -> None:
+        """Count a step before it begins.
+
+        done: steps of the run so far. between_s: seconds since the end of the step before. data_s: those in which a
+        step waits for its batch, a mean of the last steps.
+        """
         plan = self.plan
         self.ticks += 1
-        if self.ticks == 1:
-            self.first_step = time.perf_counter()
-        if done + 1 == plan.kill and int(os.environ.get("RANK", "0")) == plan.killed_rank:
+        if done + 1 == plan.kill and self.rank == plan.killed_rank:
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if plan.until is not None and done >= plan.until:
             raise Measured
         if plan.steps:
-            self._measure(self.ticks - plan.warm_up - 1, images, data_s)
+            self._measure(images, between_s, data_s)
 
-    def _measure(self, timed: int, images: int, data_s: float) -> None:
+    def _measure(self, images: int, between_s: float, data_s: float) -> None:
         plan = self.plan
+        timed = self.ticks - plan.warm_up - 1
+        if self.ticks == 1:
+            self.first_step = time.perf_counter()
+            self._tell("until step 1", self.first_step - self.made, "s")
         if timed == 0:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self.began = time.perf_counter()
+            self._tell(f"steps 1 to {plan.warm_up}", self.began - self.first_step, "s, with the choice of kernels")
         if timed == plan.steps:
             torch.cuda.synchronize()
-            seconds = time.perf_counter() - self.began
-            self.measured = {
-                "start_s": self.first_step - self.made,
-                "warm_up_s": self.began - self.first_step,
-                "images_per_s": self.images / seconds,
-                "data_share": self.data_s / seconds,
-                "batch": self.images / plan.steps,
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            }
+            self._tell_speed(data_s)
             warnings.simplefilter("always")
             warnings.showwarning = lambda *warning, **_: self.warned.append(warning)  # message, class, file, line
             torch.cuda.set_sync_debug_mode("warn")
@@ -262,10 +270,62 @@ class Driven:
             torch.cuda.set_sync_debug_mode("default")
             waits = [f"{file}:{line}" for message, _, file, line, *_ in self.warned if WAIT in str(message)]
             places = Counter(place.removeprefix(f"{ROOT}/").split("site-packages/")[-1] for place in waits)
-            self.measured |= {"waits": len(waits) / plan.waited, "places": places}
-            if int(os.environ.get("RANK", "0")) == 0:
-                (self.folder / "measured.json").write_text(json.dumps(self.measured))
+            self._tell("waits", len(waits) / plan.waited, "waits/step", places=places)
+            self._begin_profile()
+        if timed == plan.steps + plan.waited + plan.profiled:
+            self._tell_kernels()
             raise Measured
         if timed >= 0:
             self.images += images
-            self.data_s += data_s
+            self.between_s += between_s
+
+    def _tell(self, name: str, value: float, unit: str, **more: Any) -> None:
+        if self.rank == 0:
+            self.plan.tell(row(name, value, unit) | more)
+
+    def _tell_speed(self, data_s: float) -> None:
+        seconds = time.perf_counter() - self.began
+        self.step_s = seconds / self.plan.steps
+        images_per_s = self.images * int(os.environ.get("WORLD_SIZE", "1")) / seconds
+        if self.plan.loop is None:
+            data = 100 * data_s / self.step_s
+            between = 100 * self.between_s / seconds
+            self._tell("batch", self.images / self.plan.steps, "images")
+            self._tell("waiting for data", data, "% of a step")
+            self._tell("rest of the time between two steps", between - data, "% of a step")
+        self._tell("speed", images_per_s, "images/s")
+        self._tell("memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+        (self.folder / "images_per_s.txt").write_text(str(images_per_s))
+
+    def _begin_profile(self) -> None:
+        activity = torch.profiler.ProfilerActivity
+        has_cuda = activity.CUDA in torch.profiler.supported_activities()  # not where the device is pretended
+        self.profile = torch.profiler.profile(activities=[activity.CUDA if has_cuda else activity.CPU])
+        torch.cuda.synchronize()
+        self.profile.start()
+
+    def _tell_kernels(self) -> None:
+        torch.cuda.synchronize()
+        self.profile.stop()
+        steps = self.plan.profiled
+        count, busy_s, longest_s = kernels_in(self.profile.events())
+        longest_ms = {name: 1000 * seconds / steps for name, seconds in longest_s}
+        self._tell("GPU busy", 100 * busy_s / steps / self.step_s, "% of a step")
+        self._tell("kernels", count / steps, "kernels/step; rows.json names the longest", longest_ms=longest_ms)
+
+
+def kernels_in(events: Iterable) -> tuple[int, float, list[tuple[str, float]]]:
+    """Return the number of kernels in the events of a `torch.profiler.profile`, the seconds in which one of them or
+    more ran, and the names and seconds of the ten that took longest, all calls of one together."""
+    kernels = []
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(NO_KERNELS):
+            kernels.append((event.time_range.start, event.time_range.end, event.name))
+    busy_us = 0.0
+    busy_until = -math.inf
+    took_s: Counter = Counter()
+    for start, end, name in sorted(kernels):
+        busy_us += max(0.0, end - max(start, busy_until))  # several streams may run kernels at once
+        busy_until = max(busy_until, end)
+        took_s[name[:160]] += (end - start) / 1e6  # names of templates fill pages
+    return len(kernels), busy_us / 1e6, took_s.most_common(10)
