@@ -88,7 +88,8 @@ def parameters(stem: str, data: Path, trained: Path | None) -> dict:
         "05_your_detector": {"settings": [*named, *some], "short": []},
         "06_scene_graphs": {"settings": [*named, *some, "--model.hidden_dim", "16", "--model.embed_dim", "8"]},
         "07_processes": {"processes": 2, "settings": [*some, *detr]},
-        "08_fine_tune": {"source": trained and str(trained / "final"), "settings": some},
+        # The second training has the queries of the default settings, which need that many places in an image.
+        "08_fine_tune": {"source": trained and str(trained / "final"), "settings": [*some, "--data.image_size", "96"]},
         "09_weights_and_biases": {"settings": [*named, *some, *detr]},
     }[stem]
 
