@@ -9,11 +9,16 @@ from pathlib import Path
 
 from toolkit.base.distributed import default_device
 from toolkit.base.files import ROOT, from_here, parse_yaml
-from toolkit.data.layout import UNSPLIT, split_in_name, split_of
+from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
+from toolkit.tools.doctor.tile_advice import MEASURED_EMPTY_SHARE
 
 DEFAULT_SIZE_PX = 640  # of images, where a settings file says none
 WITH_MASKS = "train_faster_rcnn"  # the script whose settings files for own data can train masks
+
+# Words of the names of files and folders that do not say what the data are.
+UNTELLING = {"annotation", "annotations", "image", "images", "instances", "label", "labels", "trainval", UNSPLIT}
+UNTELLING.update(*SPLIT_NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def command_for(
         more.append(f"tiles would help, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
     elif tile and script != "train_sgg":
         settings["data.tile"] = str(tile)
+        settings["data.tile_empty"] = str(MEASURED_EMPTY_SHARE)
     program, recipe, why = recipe_for(script)
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():
@@ -184,8 +190,17 @@ def tile_of(inspection: Inspection, size_hw: tuple[int, int]) -> int | None:
 
 
 def _name_of_run(sources: Sequence[Source], name: object) -> str:
-    given = Path(sources[0].given).expanduser().resolve().stem if name is None else str(name)
-    return re.sub(r"[^\w.-]+", "_", given) or "mine"
+    """Return the name of the data: `name`, or that of the first source, or of the nearest folder around it that says
+    more than "train" or "annotations" do."""
+    path = Path(sources[0].given).expanduser().resolve()
+    own = path.name if path.is_dir() else path.stem.removesuffix(".coco")
+    names = [own, *(folder.name for folder in path.parents)] if name is None else [str(name)]
+    telling = next((each for each in names if not UNTELLING.issuperset(_words(each))), "mine")
+    return re.sub(r"[^\w.-]+", "_", telling)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W\d_]+", name.lower())
 
 
 def recipe_for(asked: str | None) -> tuple[str, str, str]:
