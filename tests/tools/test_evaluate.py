@@ -50,13 +50,13 @@ def test_a_metric_that_is_missed_or_unknown_fails(foreign, capsys):
 
 
 def test_every_image_gets_a_picture_and_the_class_may_not_matter(foreign, tmp_path, capsys):
-    words, scores = foreign
+    words, _ = foreign
     assert evaluate.main([*words, "--pictures", str(tmp_path / "pictures")]) == 0
     assert len(list((tmp_path / "pictures").glob("*.jpg"))) == 4
     printed = capsys.readouterr().out
     assert "pictures: 4 in" in printed
     result = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
-    assert result["bbox_AP_any_class"] > scores["bbox_AP"]
+    assert 0 < result["bbox_AP_any_class"] < 1
 
 
 def test_a_final_folder_predicts_pictures_and_files(tmp_path):

@@ -101,6 +101,8 @@ def command_for(
         settings["data.tile"] = str(tile)
         settings["data.tile_empty"] = str(MEASURED_EMPTY_SHARE)
     program, recipe, why = recipe_for(script)
+    if "data.image_size" in settings and _data_of(recipe).get("scales"):
+        settings["data.scales"] = "[]"  # which would count instead of the size
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():
         words += [f"--{key}", value]
@@ -177,9 +179,14 @@ def _flag_value(values: Sequence[str]) -> str:
 def size_of_recipe(config: str) -> int | list[int]:
     """Return the size in pixels to which a settings file for own data resizes images: the shorter side, or both sides.
     """
-    data = (parse_yaml(Path(config).read_text(encoding="utf-8")) or {}).get("data", {})
+    data = _data_of(config)
     scales = data.get("scales")
     return scales[-1] if scales else data.get("image_size", DEFAULT_SIZE_PX)
+
+
+def _data_of(config: str) -> dict:
+    """Return the group `data` of a settings file."""
+    return (parse_yaml(Path(config).read_text(encoding="utf-8")) or {}).get("data", {})
 
 
 def tile_of(inspection: Inspection, size_hw: tuple[int, int]) -> int | None:
