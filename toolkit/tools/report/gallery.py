@@ -27,13 +27,14 @@ BUDGET_BYTES = 3_200_000  # bytes of all pictures of a page, before base64 makes
 WHOLE_IMAGES, OF_EACH_KIND, SUSPECTS, MAX_LISTED = 6, 4, 12, 200
 MAX_NAMED = 5  # predictions of a whole image; names on more would hide it
 LEGEND = (
-    '<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed; named if missed), '
+    '<p class=dim><span class=sw style="background:#F0E442"></span> annotated (dashed), '
     '<span class=sw style="background:#56B4E9"></span> predicted and right, '
     '<span class=sw style="background:#D55E00"></span> predicted and wrong. '
     "A picture links to its image.</p>"
 )
 LEGEND_OF_IMAGES = LEGEND + paragraph(
-    f"Of more than {MAX_NAMED} predictions in an image, only the wrong ones are named.", "dim"
+    f"Missed boxes are named, and of more than {MAX_NAMED} predictions in an image only the wrong ones.",
+    "dim",
 )
 
 
