@@ -7,6 +7,7 @@
     python scripts/evaluate.py runs/mine --path VOC2007 --split test --format voc      # of another format
     python scripts/evaluate.py runs/mine --split test-dev.json --save test-dev_results.json          # for a server
     python scripts/evaluate.py results.json                                            # the metrics of such a file
+    python scripts/evaluate.py runs/mine --pictures found/mistakes    # of every image: what is right, wrong and missed
     python scripts/evaluate.py runs/fold_1 runs/fold_2 runs/fold_3                     # --data.val 1/3, 2/3, 3/3 as one
     python scripts/evaluate.py runs/detr/final/model.onnx                              # of an exported model
     python scripts/evaluate.py runs/mine --tile 640                                    # large pictures, in tiles
@@ -76,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     crowds = "what boxes marked as crowd regions are (default: as in the training): ignored, or objects like all others"
     add_data_flag(parser, "--crowds", choices=CROWDS, help=crowds)
     parser.add_argument("--save", metavar="FILE", help="write the predictions as COCO results, FILE.json")
+    pictures = "write a picture of every image to this folder, with what is right, wrong and missed"
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help=pictures)
     parser.add_argument("--backend", choices=("toolkit", "pycocotools"), help="default: that of the run")
     missed = "how far a metric may be below --expect.METRIC"
     parser.add_argument("--tolerance", type=finite_number(0), default=0.0, help=missed)

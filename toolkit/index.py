@@ -119,6 +119,7 @@ TOOLS = {
     "report": "toolkit.tools.publish.push:report_and_card",
     "model_card": "toolkit.tools.publish.card:write_card",
     "check_export": "toolkit.tools.export.write:check_exportable",
+    "try_export": "toolkit.tools.export.write:try_export",
     "export": "toolkit.tools.export.write:export_final",
     "check_push": "toolkit.tools.publish.push:check_push",
     "push": "toolkit.tools.publish.push:push",

@@ -23,6 +23,7 @@ from toolkit.evaluation.coco import (
     coco_row,
     per_class_table,
 )
+from toolkit.evaluation.coco_numbers import any_class_ap
 from toolkit.evaluation.mask_matches import masks_of_truth, match_masks
 from toolkit.evaluation.matches import class_keys, match_predictions
 from toolkit.evaluation.predictions import write_predictions
@@ -76,6 +77,22 @@ def test_boxes_are_judged_as_by_pycocotools(tmp_path_factory, seed, num_classes,
     folder = tmp_path_factory.mktemp("random")
     table, predictions = random_case(folder, 12, num_classes, seed, scores=scores, dets=60)
     assert_as_pycocotools(folder, table, predictions)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_boxes_whose_class_does_not_matter_are_judged_as_by_pycocotools(tmp_path, seed):
+    """With crowds, and more than 100 predictions of an image."""
+    table, predictions = random_case(tmp_path, 12, 4, seed, scores=10**9, dets=60 * (1 + seed))
+    file = write_predictions(tmp_path / "found.json", predictions, table)
+    write_coco(table.labelled(), tmp_path / "truth.json")
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(tmp_path / "truth.json")
+        run = COCOeval(truth, truth.loadRes(str(file)), "bbox")
+        run.params.useCats = 0
+        run.evaluate()
+        run.accumulate()
+        run.summarize()
+    assert any_class_ap(match_predictions(predictions, table)) == pytest.approx(run.stats[0], abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(24))

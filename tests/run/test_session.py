@@ -119,6 +119,16 @@ def test_a_refused_start_leaves_its_reason_alone(whole, train):
         train(run__name="whole")
 
 
+def test_what_cannot_be_exported_is_said_before_the_first_step(train, monkeypatch):
+    def failing(*_):
+        raise ValueError("an operator that is not known")
+
+    monkeypatch.setattr("toolkit.tools.export.write.trace", failing)
+    with pytest.raises(BadInput, match="ssd cannot be exported .*an operator that is not known"):
+        train(run__name="unexportable", run__export="true")
+    assert not (train.folder / "unexportable" / "metrics.jsonl").exists()
+
+
 def test_a_run_of_a_sweep_is_named_after_its_trial(monkeypatch):
     """One command starts all trials."""
     config = parse_config(importlib.import_module("scripts.train_ssd").Config, ["--run.name", "a"], None)

@@ -49,6 +49,16 @@ def test_a_metric_that_is_missed_or_unknown_fails(foreign, capsys):
     assert "--expect.AQ: no such metric" in capsys.readouterr().err
 
 
+def test_every_image_gets_a_picture_and_the_class_may_not_matter(foreign, tmp_path, capsys):
+    words, _ = foreign
+    assert evaluate.main([*words, "--pictures", str(tmp_path / "pictures")]) == 0
+    assert len(list((tmp_path / "pictures").glob("*.jpg"))) == 4
+    printed = capsys.readouterr().out
+    assert "pictures: 4 in" in printed
+    result = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert 0 < result["bbox_AP_any_class"] < 1
+
+
 def test_a_final_folder_predicts_pictures_and_files(tmp_path):
     exported_detector("ssd, few layers").save_final(tmp_path / "final", CATEGORIES, {"height": 64, "width": 64})
     Image.new("RGB", (90, 60), "#336699").save(tmp_path / "photo.jpg")

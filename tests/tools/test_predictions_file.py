@@ -299,6 +299,12 @@ def test_polygons_and_masks_without_boxes_of_another_program_are_read(masks, mas
     assert bitmap(read.extra["masks"][0], SIZE).sum() == pytest.approx(0.5 * 19 * 29, rel=0.1)
     assert read.xyxy[0].tolist() == [1, 1, 20, 30]  # the corners of the polygon
     assert np.array_equal(read.xyxy[1:], tight_boxes(read.extra["masks"][1:], SIZE))
+    height, width = SIZE
+    # Column by column: 3 pixels from row 10 on, in the columns 2 and 3.
+    runs = [2 * height + 10, 3, height - 3, 3, height * (width - 4) + height - 13]
+    uncompressed = entries[0] | {"segmentation": {"size": [height, width], "counts": runs}}
+    read = read_predictions(rewritten(mask_file, [uncompressed]), masks[0]).predictions
+    assert read.xyxy.tolist() == [[2, 10, 4, 13]]
 
 
 WRONG_MASKS = {

@@ -12,7 +12,7 @@ import numpy as np
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.imports import gc_disabled
-from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches
+from toolkit.evaluation.matches import AREA_RANGES, IOU_THRESHOLDS, Matches, any_class
 
 RECALL_THRESHOLDS = np.linspace(0.0, 1.0, 101)
 
@@ -193,6 +193,13 @@ def _mean(values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     total = np.where(defined, values, 0.0).sum(axis=axes)
     undefined = np.full(count.shape, np.nan)
     return np.divide(total, count, out=undefined, where=count > 0)
+
+
+def any_class_ap(matches: Matches) -> float | None:
+    """Compute the AP of detections whose class does not matter: pycocotools' AP with `useCats` 0; None without boxes to
+    find. It is much above AP where objects are found but named wrongly."""
+    value = exact_numbers(any_class(matches)).numbers["AP"][0]
+    return None if np.isnan(value) else float(value)
 
 
 def pycocotools_numbers(matches: Matches) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ the r-th best prediction of every image and class chooses its box. No two predic
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -175,6 +175,28 @@ def match_boxes(
         gt=gt,
         iou=iou,
         max_detections=tuple(max_detections),
+    )
+
+
+def any_class(matches: Matches) -> Matches:
+    """Return matches in which all predictions and boxes are of one class; of an image the best `max_detections[-1]`
+    predictions count. No overlap is computed again."""
+    m = matches
+    rank = np.arange(len(m.found)) - m.found.offsets[m.found.image_index]  # best first within an image
+    kept = rank < m.max_detections[-1]
+    row = np.cumsum(kept) - 1  # of each prediction among those kept
+    near = kept[m.det]
+    found = replace(m.found, labels=np.zeros_like(m.found.labels))[kept]
+    return replace(
+        m,
+        class_names=("any class",),
+        truth=replace(m.truth, labels=np.zeros_like(m.truth.labels)),
+        found=found,
+        rank=rank[kept],
+        order=np.argsort(-found.scores, kind="stable"),
+        det=row[m.det[near]],
+        gt=m.gt[near],
+        iou=m.iou[near],
     )
 
 

@@ -288,10 +288,22 @@ class Session:
         )
         if class_weights is not None:
             self.facts["class_weights"] = weigh_classes(detector, table, class_weights, self.say)
-        if self.config.run.export:
-            index.tool("check_export")(detector)
+        self._check_export(detector, table)
         self.stop_if_asked("while the detector was built")
         return detector
+
+    def _check_export(self, detector: Detector, table: DetectionTable) -> None:
+        """Raise BadInput if the run is to export the detector at its end, and it cannot be exported."""
+        run = self.config.run
+        data = self.config.data
+        if not run.export or run.eval_only:
+            return
+        index.tool("check_export")(detector)
+        if run.export_check:
+            self.say("run.export: exporting the detector as it is now, to see that it can be")
+            size = pipeline.processor_size(data.image_size, data.scales, data.max_size)
+            try_export = partial(index.tool("try_export"), detector, table.categories, size)
+            run_on_main(lambda: try_export(self.config.eval.max_detections))
 
     # ---- optimizer and plan, state of a resume -----------------------------------------------------------------------
 

@@ -115,6 +115,9 @@ class RunConfig:
     export: bool = False
     """Export the detector to ONNX and torch.export at the end, beside `final/`, and check both files on validation
     images."""
+    export_check: bool = True
+    """With `run.export`, also export the detector before the first step, to a folder that is deleted at once: what
+    cannot be exported is said then, not after the training."""
 
 
 @dataclass

@@ -10,10 +10,12 @@ from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import BadInput
 from toolkit.base.text import metric_text
 from toolkit.evaluation.coco import CocoEvaluator, matches_of
+from toolkit.evaluation.coco_numbers import any_class_ap
 from toolkit.evaluation.predictions import write_predictions
 from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.predict.pooled import pool_folds
 from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any
+from toolkit.tools.report.image_files import write_image_files
 
 
 def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
@@ -41,6 +43,8 @@ def evaluate(arguments: argparse.Namespace, expected: dict[str, float]) -> bool:
         if arguments.save:
             write_predictions(arguments.save, predicted.predictions, predicted.table, scores=result, **predicted.about)
             print(f"wrote {arguments.save}")
+        if arguments.pictures:
+            print(write_image_files(arguments.pictures, predicted.predictions, predicted.table))
     unknown = expected.keys() - result.keys()
     if unknown:
         raise BadInput(f"--expect.{min(unknown)}: no such metric; there are {', '.join(sorted(result))}")
@@ -63,9 +67,14 @@ def _measured(predicted: Predicted, backend: str | None) -> dict:
     if not predicted.table.num_objects().any():
         return scores | {"table": "no annotated boxes: nothing can be measured; the predictions can be saved (--save)"}
     table = evaluator.describe(scores, predicted.predictions)
-    voc = {}
+    further = {}
     if "bbox_AP" in scores:  # also of each class
-        voc = voc_metrics(matches_of(evaluator, predicted.predictions, predicted.table))
-        voc07, voc12 = (metric_text(voc[f"voc{year}_mAP"], 4) for year in ("07", "12"))
+        matches = matches_of(evaluator, predicted.predictions, predicted.table)
+        further = voc_metrics(matches)
+        voc07, voc12 = (metric_text(further[f"voc{year}_mAP"], 4) for year in ("07", "12"))
         table += f"\nVOC07 mAP {voc07}, VOC12 mAP {voc12} (IoU 0.5)"
-    return {**scores, **predicted.losses, **voc, "table": table}
+        if matches.num_classes > 1:
+            further["bbox_AP_any_class"] = any_class_ap(matches)
+            found = metric_text(further["bbox_AP_any_class"], 4)
+            table += f"\nAP {found} if the class of a detection did not matter"
+    return {**scores, **predicted.losses, **further, "table": table}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from dirty_sets import check_set, sets_in
 
 from toolkit.tools.doctor import training_command
+from toolkit.tools.doctor.inspection import Inspection
 from toolkit.tools.shapes import make_shapes
 
 
@@ -47,6 +49,34 @@ def test_the_recipe_suits_the_machine(monkeypatch, device, offline, script, reci
     assert Path(program).stem == script
     assert config.endswith(recipe)
     assert why.startswith(reason)
+
+
+def test_a_size_that_is_given_replaces_the_scales_of_a_recipe(monkeypatch):
+    monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("toolkit.models.weights.pretrained.hub_answers", lambda: True)
+    sources = [training_command.Source("mine.json")]
+    plain = training_command.command_for(sources, Inspection(), {}, "train_faster_rcnn")
+    assert "faster_rcnn/own_data.yaml" in plain
+    assert "--data.scales" not in plain
+    sized = training_command.command_for(sources, Inspection(), {"image_size": 320}, "train_faster_rcnn")
+    assert "--data.image_size 320 --data.scales '[]'" in sized
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("coco/annotations/instances_train2017.json", "coco"),
+        ("cups/train/_annotations.coco.json", "cups"),
+        ("birds v2/labels/Train_1.csv", "birds_v2"),
+        ("vögel/train", "vögel"),
+        ("my_train.json", "my_train"),
+    ],
+)
+def test_a_run_is_named_after_its_data(monkeypatch, given, name):
+    monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cpu"))
+    command = training_command.command_for([training_command.Source(given)], Inspection(), {}, "train_ssd")
+    assert shlex.split(command.splitlines()[-1])[-1] == name
 
 
 def test_a_recipe_for_scene_graphs_downloads_nothing_without_a_gpu(monkeypatch):

@@ -18,7 +18,7 @@ from toolkit.tools.export import judge
 from toolkit.tools.export.check import batches_agree, check_against_pytorch, compare_outputs
 from toolkit.tools.export.exported_files import METADATA_KEY, open_exported, write_openvino
 from toolkit.tools.export.half import write_half
-from toolkit.tools.export.write import export_detector, make_graph
+from toolkit.tools.export.write import export_detector, make_graph, try_export
 from toolkit.tools.predict.open import open_predictor
 
 SIZE = {"height": 64, "width": 64}
@@ -41,6 +41,22 @@ def test_one_file_serves_every_batch_and_says_what_it_is(ssd, graph, name):
     assert about.score_threshold == 0.3
     assert about.sides == "fixed"
     assert about.top_k == 300
+
+
+def test_an_export_is_tried_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    detector = exported_detector("ssd, few layers")
+    try_export(detector, CATEGORIES, SIZE)
+
+    def failing(*_):
+        raise ValueError("an operator\nthat is not known")
+
+    monkeypatch.setattr("toolkit.tools.export.write.write_onnx", failing)
+    with pytest.raises(
+        BadInput, match=r"ssd cannot be exported .*ValueError: an operator\)\. .*run.export_check false"
+    ):
+        try_export(detector, CATEGORIES, SIZE)
+    assert not list(tmp_path.glob("tmp*"))
 
 
 def test_onnx_has_operators_of_onnx_alone(ssd):

@@ -126,6 +126,11 @@ def test_a_page_is_one_file_with_all_sections(case, tmp_path):
     assert numbers["threshold"] == judged.threshold
     assert numbers["thresholds"].keys() == set(table.class_names)
     assert len(numbers["annotation_mistakes"]) == len(judged.suspects) > 0
+    assert numbers["ap_any_class"] > numbers["numbers"]["AP"], "a dog is found, and called a cat"
+    assert [each["file_name"] for each in numbers["hard_negatives"]] == ["2.png", "5.png", "8.png", "11.png"]
+    assert numbers["hard_negatives"][0]["best_score"] == 0.95
+    for words in ("In 4 of 4 images without an annotated box", "If the class of a prediction did not matter"):
+        assert words in text
 
 
 def test_images_that_cannot_be_read_are_counted(tmp_path):
@@ -178,7 +183,7 @@ def test_a_crowded_picture_names_its_mistakes_alone(tmp_path):
     judged = judged_of(table, predictions_of(table, [found]))
     maker = KeptMarks(table, tmp_path)
     assert gallery.whole_image(judged, maker, 0).endswith("5 right, 1 wrong, 1 missed")
-    assert [mark.colour for mark in maker.marks if mark.text] == [gallery.WRONG_COLOUR]
+    assert [mark.colour for mark in maker.marks if mark.text] == [gallery.TRUTH_COLOUR, gallery.WRONG_COLOUR]
 
 
 def test_a_wrong_place_is_measured_at_an_object_of_the_class(tmp_path):

@@ -177,7 +177,7 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
                 small,
             )
         )
-    advice = tile_advice(split, plain, table.sizes_hw(), image_hw)
+    advice = tile_advice(split, table, image_hw)
     if advice:
         result.findings.append(Finding("note", "tiles", advice, [split]))
     sizes = np.sqrt(sides.prod(axis=1))

@@ -9,11 +9,16 @@ from pathlib import Path
 
 from toolkit.base.distributed import default_device
 from toolkit.base.files import ROOT, from_here, parse_yaml
-from toolkit.data.layout import UNSPLIT, split_in_name, split_of
+from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
+from toolkit.tools.doctor.tile_advice import MEASURED_EMPTY_SHARE
 
 DEFAULT_SIZE_PX = 640  # of images, where a settings file says none
 WITH_MASKS = "train_faster_rcnn"  # the script whose settings files for own data can train masks
+
+# Words of the names of files and folders that do not say what the data are.
+UNTELLING = {"annotation", "annotations", "image", "images", "instances", "label", "labels", "trainval", UNSPLIT}
+UNTELLING.update(*SPLIT_NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,10 @@ def command_for(
         more.append(f"tiles would help, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
     elif tile and script != "train_sgg":
         settings["data.tile"] = str(tile)
+        settings["data.tile_empty"] = str(MEASURED_EMPTY_SHARE)
     program, recipe, why = recipe_for(script)
+    if "data.image_size" in settings and _data_of(recipe).get("scales"):
+        settings["data.scales"] = "[]"  # which would count instead of the size
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():
         words += [f"--{key}", value]
@@ -171,9 +179,14 @@ def _flag_value(values: Sequence[str]) -> str:
 def size_of_recipe(config: str) -> int | list[int]:
     """Return the size in pixels to which a settings file for own data resizes images: the shorter side, or both sides.
     """
-    data = (parse_yaml(Path(config).read_text(encoding="utf-8")) or {}).get("data", {})
+    data = _data_of(config)
     scales = data.get("scales")
     return scales[-1] if scales else data.get("image_size", DEFAULT_SIZE_PX)
+
+
+def _data_of(config: str) -> dict:
+    """Return the group `data` of a settings file."""
+    return (parse_yaml(Path(config).read_text(encoding="utf-8")) or {}).get("data", {})
 
 
 def tile_of(inspection: Inspection, size_hw: tuple[int, int]) -> int | None:
@@ -184,8 +197,17 @@ def tile_of(inspection: Inspection, size_hw: tuple[int, int]) -> int | None:
 
 
 def _name_of_run(sources: Sequence[Source], name: object) -> str:
-    given = Path(sources[0].given).expanduser().resolve().stem if name is None else str(name)
-    return re.sub(r"[^\w.-]+", "_", given) or "mine"
+    """Return the name of the data: `name`, or that of the first source, or of the nearest folder around it that says
+    more than "train" or "annotations" do."""
+    path = Path(sources[0].given).expanduser().resolve()
+    own = path.name if path.is_dir() else path.stem.removesuffix(".coco")
+    names = [own, *(folder.name for folder in path.parents)] if name is None else [str(name)]
+    telling = next((each for each in names if not UNTELLING.issuperset(_words(each))), "mine")
+    return re.sub(r"[^\w.-]+", "_", telling)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W\d_]+", name.lower())
 
 
 def recipe_for(asked: str | None) -> tuple[str, str, str]:

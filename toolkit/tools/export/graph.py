@@ -133,7 +133,7 @@ def trace_hw(sides: str, stride: int, size: Mapping[str, int] | None, architectu
     if sides == "fixed":
         raise BadInput(
             f"{architecture} can be exported for images of one size only, but these keep their aspect ratio "
-            "(data.scales of the run); give the size with --size HEIGHT WIDTH"
+            "(data.scales of the run); leave run.export out, and give the size to export.py: --size HEIGHT WIDTH"
         )
     return -(-96 // stride) * stride, -(-128 // stride) * stride
 

@@ -1,5 +1,6 @@
 """Writes a detector as ONNX and torch.export files."""
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from toolkit.base.public import without_machine
 from toolkit.data.table import Category
 from toolkit.detectors.faster_rcnn.model import FasterRCNN
 from toolkit.tools.export.check import check_against_pytorch
-from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, write_onnx, write_program
+from toolkit.tools.export.exported_files import MIN_TOP_K, ExportMetadata, open_exported, write_onnx, write_program
 from toolkit.tools.export.faster_rcnn import FasterRcnnGraph
 from toolkit.tools.export.graph import PixelsToBoxes, copy_for_files, detector_meant, trace, trace_hw
 
@@ -23,6 +24,33 @@ def check_exportable(detector: nn.Module) -> None:
             f"{detector.options['architecture']} cannot be exported (run.export false): only detectors of this toolkit "
             "have a function that exporters can trace, see toolkit/tools/export/graph.py"
         )
+
+
+def try_export(
+    detector: nn.Module, categories: Sequence[Category], size: Mapping[str, int], max_detections: int | None = None
+) -> None:
+    """Export a detector to a temporary folder and open the files, so that before a training it is known whether what
+    the training makes can be exported. The detector is not changed; arguments are those of `export_detector`.
+
+    Raises BadInput: it cannot be exported; the message says why.
+    """
+    check_exportable(detector)
+    how = {"source": "check", "max_detections": max_detections, "say": lambda text: None}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            written, _ = export_detector(
+                detector, Path(folder), ("torch", "onnx"), categories=categories, size=size, **how
+            )
+            for path in written.values():
+                open_exported(path, trusted=True)
+    except (BadInput, OSError, MemoryError):  # they are sentences, or become some
+        raise
+    except Exception as error:  # exporters raise what they like
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise BadInput(
+            f"{detector.options['architecture']} cannot be exported with these settings ({type(error).__name__}: "
+            f"{reason}). Train it without run.export; or with --run.export_check false, which tries again at the end"
+        ) from error
 
 
 def make_graph(detector: nn.Module, top_k: int = 300) -> PixelsToBoxes:

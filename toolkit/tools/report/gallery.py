@@ -33,7 +33,8 @@ LEGEND = (
     "A picture links to its image.</p>"
 )
 LEGEND_OF_IMAGES = LEGEND + paragraph(
-    f"Of more than {MAX_NAMED} predictions in an image, only the wrong ones are named.", "dim"
+    f"Missed boxes are named, and of more than {MAX_NAMED} predictions in an image only the wrong ones.",
+    "dim",
 )
 
 
@@ -72,7 +73,7 @@ class PictureMaker:
             self.unreadable += 1
             return ""
         return self.figure(
-            _drawn(picture_of(pixels), marks, focus),
+            drawn(picture_of(pixels), marks, focus),
             caption,
             self.link(row),
         )
@@ -110,17 +111,18 @@ class PictureMaker:
         return "".join(paragraph(f"{count} {words}", "dim") for words, count in notes.items() if count)
 
 
-def _drawn(picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] | None) -> Image.Image:
+def drawn(
+    picture: Image.Image, marks: Sequence[Mark], focus: Sequence[float] | None = None, side: int = PICTURE_SIDE_PX
+) -> Image.Image:
+    """Return a picture with drawn boxes, whose longer side has `side` pixels.
+
+    focus: box xyxy to which the picture is cropped, with some surroundings; None: the whole picture.
+    """
     part = (0, 0, *picture.size) if focus is None else _around(focus, picture.size)
-    drawn = fitted(picture.crop(part), PICTURE_SIDE_PX)
-    draw_marks(
-        drawn,
-        marks,
-        scale=PICTURE_SIDE_PX / max(part[2] - part[0], part[3] - part[1]),
-        corner=part[:2],
-        size=13,
-    )
-    return drawn
+    resized = fitted(picture.crop(part), side)
+    scale = side / max(part[2] - part[0], part[3] - part[1])
+    draw_marks(resized, marks, scale=scale, corner=part[:2], size=13)
+    return resized
 
 
 def _around(box: Sequence[float], size: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -151,6 +153,23 @@ def images(judged: Judgement, maker: PictureMaker) -> str:
     return _with_legend(parts, LEGEND_OF_IMAGES)
 
 
+def hard_negatives(judged: Judgement, maker: PictureMaker) -> str:
+    """Return HTML with the images without objects in which the detector is confident of some, as pictures and a list;
+    "" without any."""
+    chosen = judged.hard_negatives
+    if not chosen:
+        return ""
+    text = (
+        f"In {len(chosen)} of {int((np.diff(judged.matches.truth.offsets) == 0).sum())} images without an annotated "
+        "box, something is found above the threshold. More such images in training make these mistakes rarer; if "
+        "there is an object after all, annotate it. report.json has all of them."
+    )
+    rows = [(judged.table.image_name(image), judged.image_counts[image, 1]) for image in chosen[:MAX_LISTED]]
+    shown = pictures([whole_image(judged, maker, image) for image in chosen[:WHOLE_IMAGES]])
+    listed = folded("The list", table(["image", "predictions"], rows))
+    return under("Images without objects", paragraph(text, "dim") + shown + listed)
+
+
 def _with_legend(parts: Mapping[str, Sequence[str]], legend: str = LEGEND) -> str:
     """Return pictures by heading, below a legend; "" without pictures."""
     shown = "".join(under(heading, pictures(of)) for heading, of in parts.items())
@@ -164,18 +183,31 @@ def whole_image(judged: Judgement, maker: PictureMaker, image: int, name: str = 
         image: row of the image in the table.
         name: text before the caption, such as the name of the detector.
     """
-    m = judged.matches
-    truth = np.flatnonzero((m.truth.image_index == image) & ~m.crowd)
-    is_confident = m.found.scores > judged.threshold
-    predicted = np.flatnonzero((m.found.image_index == image) & is_confident & m.counts)
     right, wrong, missed = judged.image_counts[image].tolist()
-    marks = [replace(_annotated(m, row), text="") for row in truth]
-    marks += [_predicted(m, row, CORRECT_COLOUR if m.right[row] else WRONG_COLOUR) for row in predicted[::-1]]
-    if len(predicted) > MAX_NAMED:
-        marks = [mark if mark.colour == WRONG_COLOUR else replace(mark, text="") for mark in marks]
+    marks = marks_of_image(judged.matches, judged.threshold, image)
     counted = f"{right} right, {wrong} wrong, {missed} missed"
     caption = f"{name}{judged.table.image_name(image)}: F1 {judged.image_f1[image]:.2f}; {counted}"
     return maker.of(image, marks, caption)
+
+
+def marks_of_image(m: Matches, threshold: float, image: int) -> list[Mark]:
+    """Return marks of the annotated boxes of an image, of which the missed ones are named, and of all its predictions
+    above the threshold. image: row of the image in the table."""
+    predicted = m.found.of_image(image)
+    rows = np.arange(predicted.start, predicted.stop)
+    rows = rows[(m.found.scores[rows] > threshold) & m.counts[rows]]
+    found = set(m.at_half[rows[m.right[rows]]].tolist())
+    annotated = m.truth.of_image(image)
+    marks = []
+    for row in range(annotated.start, annotated.stop):
+        if not m.crowd[row]:
+            mark = _annotated(m, row)
+            marks.append(replace(mark, text="") if row in found else mark)
+    for row in rows[::-1].tolist():
+        mark = _predicted(m, row, CORRECT_COLOUR if m.right[row] else WRONG_COLOUR)
+        is_named = len(rows) <= MAX_NAMED or not m.right[row]
+        marks.append(mark if is_named else replace(mark, text=""))
+    return marks
 
 
 def mistakes(judged: Judgement, maker: PictureMaker) -> str:

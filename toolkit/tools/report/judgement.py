@@ -9,7 +9,7 @@ import numpy as np
 
 from toolkit import index
 from toolkit.base.boxes import Boxes
-from toolkit.evaluation.coco_numbers import exact_numbers
+from toolkit.evaluation.coco_numbers import any_class_ap, exact_numbers
 from toolkit.evaluation.mask_matches import matches_by_mask, named_by_mask
 from toolkit.evaluation.matches import IOU_THRESHOLDS, match_predictions
 from toolkit.evaluation.shown_metrics import METRICS
@@ -17,7 +17,16 @@ from toolkit.evaluation.voc import voc_metrics
 from toolkit.tools.report import bootstrap
 from toolkit.tools.report.detection_errors import strata, tide_errors
 from toolkit.tools.report.suspects import Suspect, suspects
-from toolkit.tools.report.thresholds import WANTED_PRECISION, OperatingPoint, calibration, confusion_matrix, sweep
+from toolkit.tools.report.thresholds import (
+    WANTED_PRECISION,
+    OperatingPoint,
+    best_threshold,
+    calibration,
+    confusion_matrix,
+    f1_of_counts,
+    image_counts,
+    sweep,
+)
 
 
 class Judgement:
@@ -45,6 +54,7 @@ class Judgement:
         overall, sweeps: precision, recall and F1 against the score, over all classes and of each class.
         threshold: score threshold of the best F1 over all classes; 0.5 if no prediction is right.
         matrix: see `confusion_matrix`, at this threshold.
+        any_class_ap: AP of boxes whose class does not matter; None: undefined.
         graphs: a `GraphReport` of `toolkit.detectors.scene_graphs`; None: the data have no relations.
 
     Raises:
@@ -86,11 +96,12 @@ class Judgement:
         self.intervals = {key: self._interval(key) for key in self.numbers}
         self.overall = sweep(m)
         self.sweeps = [sweep(m, label) for label in range(m.num_classes)]
-        self.threshold = 0.5 if self.overall.best is None else self.overall.best.threshold
+        self.threshold = best_threshold(self.overall)
         self.matrix = confusion_matrix(m, self.threshold)
         self.calibration = calibration(m)
         self.errors = tide_errors(m)
         self.voc = voc_metrics(of_boxes)
+        self.any_class_ap = any_class_ap(of_boxes)
         self.suspects = suspects(m)
         self.strata = strata(m, self.threshold)
         self.graphs = _judge_graphs(predictions, table, self.about)
@@ -126,22 +137,21 @@ class Judgement:
     def image_counts(self) -> np.ndarray:
         """(images, 3): numbers of right predictions, wrong predictions and missed boxes in each image, at `threshold`.
         """
+        return image_counts(self.matches, self.threshold)
+
+    @cached_property
+    def hard_negatives(self) -> list[int]:
+        """Rows of the images without any box that have predictions above `threshold`, those with the highest first."""
         m = self.matches
-        kept = (m.found.scores > self.threshold) & m.counts
-        right = np.bincount(m.found.image_index[kept & m.right], minlength=m.num_images)
-        wrong = np.bincount(m.found.image_index[kept & ~m.right], minlength=m.num_images)
-        boxes = np.bincount(m.truth.image_index[~m.crowd], minlength=m.num_images)
-        return np.stack([right, wrong, boxes - right], axis=1)
+        is_empty = np.diff(m.truth.offsets) == 0
+        confident = np.flatnonzero((m.found.scores > self.threshold) & is_empty[m.found.image_index])
+        best_first = confident[np.argsort(-m.found.scores[confident], kind="stable")]
+        return list(dict.fromkeys(m.found.image_index[best_first].tolist()))
 
     @cached_property
     def image_f1(self) -> np.ndarray:
         """(images,): the F1 of each image at `threshold`; 1 for an image without boxes and without predictions."""
-        right, wrong, missed = self.image_counts.T
-        return np.where(
-            right + wrong + missed == 0,
-            1.0,
-            2 * right / np.maximum(2 * right + wrong + missed, 1),
-        )
+        return f1_of_counts(self.image_counts)
 
 
 judge = Judgement  # the verb, for calls
@@ -179,11 +189,13 @@ def as_json(judged: Judgement) -> dict:
         "numbers": judged.numbers,
         "intervals_95": judged.intervals,
         "classes": _classes_as_json(judged, best),
+        "ap_any_class": judged.any_class_ap,
         "ap_by_iou": _by_iou(judged.ap_by_iou["AP"]),
         "calibration_error": judged.calibration.error,
         "confusion_matrix": judged.matrix.tolist(),
         "tide": {"ap50": judged.errors.ap50, "cost": judged.errors.cost},
         "strata": [asdict(stratum) for stratum in judged.strata],
+        "hard_negatives": [_hard_negative(judged, image) for image in judged.hard_negatives],
         "annotation_mistakes": [_suspect(judged, suspect) for suspect in judged.suspects],
         "voc": judged.voc,
         "scene_graphs": None if judged.graphs is None else judged.graphs.as_json(judged.table.predicates),
@@ -218,6 +230,15 @@ def _by_iou(values: np.ndarray) -> dict[str, float]:
 
 def _point_as_json(point: OperatingPoint | None) -> dict | None:
     return None if point is None else asdict(point)
+
+
+def _hard_negative(judged: Judgement, image: int) -> dict:
+    return {
+        "image_id": judged.matches.image_ids[image],
+        "file_name": judged.table.file_name(image),
+        "predictions": int(judged.image_counts[image, 1]),
+        "best_score": float(judged.matches.found.scores[judged.matches.found.of_image(image)].max()),
+    }
 
 
 def _suspect(judged: Judgement, suspect: Suspect) -> dict:

@@ -228,6 +228,9 @@ def errors(judged: Judgement) -> str:
         f"AP50 is {e.ap50:.3f}; a bar shows by how much it would rise without mistakes of that kind. The kinds do not "
         f"add up. Method: TIDE (Bolya et al. 2020), by {judged.iou}."
     )
+    if judged.any_class_ap is not None and judged.matches.num_classes > 1:
+        text += f" If the class of a prediction did not matter, AP would be {judged.any_class_ap:.3f} instead of "
+        text += f"{number(judged.numbers['AP'])}; it is much higher where objects are found but named wrongly."
     parts = [
         BarChart("AP50 that each kind of mistake costs", bars[: len(ERROR_KINDS)]),
         BarChart("AP50 that all false positives, or all false negatives, cost", bars[len(ERROR_KINDS) :]),

@@ -177,3 +177,26 @@ def confusion_matrix(matches: Matches, threshold: float) -> np.ndarray:
         1,
     )
     return matrix
+
+
+def image_counts(matches: Matches, threshold: float) -> np.ndarray:
+    """Return (I, 3) int64: the numbers of right predictions, wrong predictions and missed boxes in each of I images, at
+    IoU 0.5, for predictions that score above `threshold`."""
+    m = matches
+    kept = (m.found.scores > threshold) & m.counts
+    right = np.bincount(m.found.image_index[kept & m.right], minlength=m.num_images)
+    wrong = np.bincount(m.found.image_index[kept & ~m.right], minlength=m.num_images)
+    boxes = np.bincount(m.truth.image_index[~m.crowd], minlength=m.num_images)
+    return np.stack([right, wrong, boxes - right], axis=1)
+
+
+def f1_of_counts(counts: np.ndarray) -> np.ndarray:
+    """Return (I,): the F1 of `image_counts`; 1 for an image without boxes and without predictions."""
+    right, wrong, missed = counts.T
+    f1 = 2 * right / np.maximum(2 * right + wrong + missed, 1)
+    return np.where(right + wrong + missed == 0, 1.0, f1)
+
+
+def best_threshold(overall: ThresholdSweep) -> float:
+    """Return the score threshold of the best F1; 0.5 if no prediction is right."""
+    return 0.5 if overall.best is None else overall.best.threshold

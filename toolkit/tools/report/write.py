@@ -48,7 +48,7 @@ def _sections(judged: Judgement, run: RunFacts, folder: Path) -> list[tuple[str,
         return _sections_of_given_boxes(judged, run, folder)
     maker = PictureMaker(judged.table, folder)
     annotation = gallery.annotation_mistakes(judged, maker)
-    images = gallery.images(judged, maker)
+    images = gallery.images(judged, maker) + gallery.hard_negatives(judged, maker)
     mistakes = gallery.mistakes(judged, maker)
     graphs = "" if judged.graphs is None else judged.graphs.section(judged, maker, page_parts)
     return [
