@@ -124,7 +124,7 @@ def test_what_cannot_be_exported_is_said_before_the_first_step(train, monkeypatc
         raise ValueError("an operator that is not known")
 
     monkeypatch.setattr("toolkit.tools.export.write.trace", failing)
-    with pytest.raises(BadInput, match="ssd cannot be exported .*an operator that is not known"):
+    with pytest.raises(BadInput, match="ssdlite cannot be exported .*an operator that is not known"):
         train(run__name="unexportable", run__export="true")
     assert not (train.folder / "unexportable" / "metrics.jsonl").exists()
 
