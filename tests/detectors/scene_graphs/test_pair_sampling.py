@@ -211,7 +211,7 @@ def test_annotated_boxes_are_proposals_too_in_training_only(table, batch, monkey
     """A weak detector proposes few of the objects that the relations are between."""
     model = model_of(table, "sgdet", freeze="detector", add_annotated_boxes=added).train(training)
     nothing = [NOTHING["boxes"]] * len(batch.targets)
-    monkeypatch.setattr(model.detector, "_proposals", lambda *_: (nothing, nothing))
+    monkeypatch.setattr(model.detector, "_begin_proposals", lambda *_: lambda: (nothing, nothing))
     found = model(batch.images, batch.sizes, batch.targets)["batch"].num_objects
     annotated = [int((target["iscrowd"] == 0).sum()) for target in batch.targets]
     for count, there in zip(found, annotated, strict=True):

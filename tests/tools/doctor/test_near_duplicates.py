@@ -275,9 +275,9 @@ def image(i):
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(i).integers(0, 255, (96, 96, 3), np.uint8)).save(file, "JPEG", quality=10)
     return file.getvalue()
-kept = [_digest_and_thumbnail(image(i)) for i in range(200)]
+kept = [_digest_and_thumbnail(image(i), None) for i in range(200)]
 before = resident()
-kept += [_digest_and_thumbnail(image(i)) for i in range(200, 4200)]
+kept += [_digest_and_thumbnail(image(i), None) for i in range(200, 4200)]
 print(resident() - before)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
