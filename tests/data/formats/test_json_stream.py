@@ -102,4 +102,5 @@ def test_memory_is_that_of_columns(tmp_path):
         command = [sys.executable, "-c", script, file, tmp_path / "cache"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout) * 1024)
-    assert peaks[1] - peaks[0] < 144_000 * 300, peaks  # as Python objects the larger file takes 150 MB
+    # As columns the larger file takes 43 to 45 MB, by the machine's allocator, and as Python objects 150 MB.
+    assert peaks[1] - peaks[0] < 144_000 * 500, peaks
