@@ -74,6 +74,7 @@ NOT_RUN = {
     r"hub\.push": "uploads with somebody's account",
     r"\.pth|yolov3\.weights|runs/published": "published weights, which are downloaded by hand",
     r"--camera": "a camera",
+    r"vg150_egtr": "learning rates of the layers of its recipe's detector; test_train_sgg.py runs it on a small one",
     r"effect: TDE": "a run with the detector of the default settings; that of the example folder is smaller",
     r"resnet18\.a1_in1k|dinov3": "weights of a backbone, which need the network",
 }
