@@ -33,7 +33,7 @@ def test_errors_name_the_batches_if_memory_ran_out(error, under_way, raised, wor
         raise error
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux keeps both peaks")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says VmHWM, and has ru_maxrss survive exec")
 def test_the_peak_is_not_that_of_the_starting_program():
     large = b"1" * 2**30
     program = "from toolkit.base.memory import peak_memory_mb; print(peak_memory_mb())"

@@ -27,10 +27,11 @@ STALLED_S = 30.0  # seconds of waiting for a disk before a message
 _NONFINITE = "__nonfinite__"  # key of an encoded float that strict JSON cannot hold
 
 
-def from_here(path: Path) -> str:
-    """Return a path as text for a command: relative to the current folder if it lies below it."""
+def shown_path(path: Path | str) -> str:
+    """Return a path as a user would type it: relative to the current folder if it lies below it."""
+    path = Path(os.path.abspath(path))
     here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(here) if here in path.parents else path)
 
 
 def near_names(path: Path) -> str:

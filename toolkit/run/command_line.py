@@ -25,10 +25,11 @@ from toolkit.base.errors import (
     as_sentences,
     check_environment,
 )
+from toolkit.base.files import shown_path
 from toolkit.base.imports import gc_disabled, trust_class
 from toolkit.base.text import lasting_console, plain_warnings
 from toolkit.models import DetectorOptions, options_class
-from toolkit.run.help import collect_groups, help_text, shown_path
+from toolkit.run.help import collect_groups, help_text
 from toolkit.run.launcher import find_launch, refuse
 from toolkit.run.layers import (
     COMMAND_LINE,

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import ROOT
+from toolkit.base.files import ROOT, shown_path
 from toolkit.base.text import did_you_mean
 from toolkit.run.layers import Stack
 from toolkit.run.setting_types import describe_type, field_types
@@ -296,13 +296,6 @@ def program_command(name: str) -> str:
     does not hold it, by `detect`."""
     script = ROOT / "scripts" / f"{name}.py"
     return f"python {shown_path(script)}" if Path.cwd() in script.parents else f"detect {name}"
-
-
-def shown_path(path: Path | str) -> str:
-    """Return a path as a user would type it: relative to the current folder if it lies below it."""
-    path = Path(os.path.abspath(path))
-    here = Path.cwd()
-    return str(path.relative_to(here) if here in path.parents else path)
 
 
 def _origin(sources: Sequence[str], default_config: Path | None) -> str:

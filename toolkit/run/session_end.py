@@ -7,9 +7,10 @@ from typing import Any
 from toolkit import index
 from toolkit.base.distributed import run_on_main
 from toolkit.base.errors import as_sentences
+from toolkit.base.files import shown_path
 from toolkit.data import pipeline
 from toolkit.models.final import write_white
-from toolkit.run.help import program_command, shown_path
+from toolkit.run.help import program_command
 from toolkit.run.session_build import evaluation_loader
 from toolkit.run.training import Training
 from toolkit.run.validation import evaluate_test_split, finish

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.base.distributed import default_device
-from toolkit.base.files import ROOT, from_here, parse_yaml
+from toolkit.base.files import ROOT, parse_yaml, shown_path
 from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, split_in_name, split_of
 from toolkit.tools.doctor.inspection import Inspection
 from toolkit.tools.doctor.tile_advice import MEASURED_EMPTY_SHARE
@@ -234,4 +234,4 @@ def recipe_for(asked: str | None) -> tuple[str, str, str]:
     if config != small:
         why = "trained weights are downloaded once"
     program = ROOT / "scripts" / f"{script}.py"
-    return from_here(program), from_here(config), why
+    return shown_path(program), shown_path(config), why

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.files import from_here, read_json
+from toolkit.base.files import read_json, shown_path
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.settings_file import format_value, newest_config, read_groups
 from toolkit.run.status import true_status
@@ -204,9 +204,9 @@ def command_that_goes_on(flags: Sequence[str], command_line: Sequence[str], conf
         [
             "accelerate",
             "launch",
-            from_here(script),
+            shown_path(script),
             "--config",
-            from_here(config_file),
+            shown_path(config_file),
             *flags,
         ]
     )
