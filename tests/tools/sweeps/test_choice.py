@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from launching import CPU, SCRIPTS, assert_same_checkpoint, small_settings
 from places import SUPPORT
-from pretended_training import PretendedRun
-from report_data import ground_truth_as_predictions, table_of
+from pretended_training import PretendedRun, predictions_of_some
+from report_data import table_of
 
 from toolkit.base.errors import BadInput, Preempted
 from toolkit.base.signals import StopSignals
@@ -19,6 +19,7 @@ from toolkit.tools.shapes import make_shapes
 from toolkit.tools.sweeps import choice as choices
 from toolkit.tools.sweeps.candidates import MINUTES_ALONE
 from toolkit.tools.sweeps.choice import Choice, open_choice, run_rounds, stopping
+from toolkit.tools.watch import WatchedRun
 
 SKILLS = {"poor": "0.2", "good": "-0.8", "best": "1", "broken": "fail"}
 
@@ -61,30 +62,29 @@ def test_the_worse_half_stops_and_the_others_go_on_with_more_minutes(begin):
     assert last["minutes"] == 0.25 + 2.0 / 2 / 2
     assert list(last["values"]) == ["best", "good"]
     assert choice.failed == {"broken": "error: it cannot"}
-    assert any(line.startswith("broken has failed") and line.endswith("error: it cannot") for line in said)
+    assert "broken has failed and is left out:\nerror: it cannot" in said
     assert sum(line.startswith("best: AP 0.") for line in said) == 2
     schedules = [given["run.resume_schedule"] for given, _ in PretendedRun.started["best"]]
     assert schedules == ["new", "new"]
     assert len(PretendedRun.started["poor"]) == 1
 
 
-def test_one_device_after_another_and_two_at_a_time(begin):
+def test_two_trainings_at_a_time_are_on_two_devices(begin):
     choice = begin(devices=("4", "7"))
     assert choice.rounds[0]["minutes"] == 2.0 / 2 / 2
-    devices = [
-        environment["CUDA_VISIBLE_DEVICES"] for started in PretendedRun.started.values() for _, environment in started
-    ]
-    assert set(devices) == {"4", "7"}
+    devices = set()
+    for started in PretendedRun.started.values():
+        for _, environment in started:
+            devices.add(environment["CUDA_VISIBLE_DEVICES"])
+    assert devices == {"4", "7"}
 
 
-def test_two_candidates_that_may_be_equal_both_go_on(tmp_path):
+def test_who_may_be_as_good_as_the_best_does_not_stop(tmp_path):
     images = [[([5, 5, 45, 45], 0)]] * 12
     table = table_of(tmp_path, images, draw=False)
     judged = []
     for name, found in {"a": 11, "b": 10, "c": 2}.items():
-        predictions = ground_truth_as_predictions(table)
-        for image_id in table.image_ids()[found:].tolist():
-            predictions[image_id] = {key: value[:0] for key, value in predictions[image_id].items()}
+        predictions = predictions_of_some(table, found)
         judged.append(judge(name, predictions, table, draws=200))
     assert list(stopping(judged, "AP")) == ["c"]
     assert not stopping(judged[:2], "AP"), "a difference of one image in twelve may be chance"
@@ -115,17 +115,18 @@ def test_a_training_that_was_interrupted_keeps_its_schedule(begin, tmp_path):
     begin()
     out = tmp_path / "out"
     content = json.loads((out / "choice.json").read_text())
-    (out / "choice.json").write_text(json.dumps(content | {"rounds": content["rounds"][:1]}))
+    content["rounds"].pop()
+    (out / "choice.json").write_text(json.dumps(content))
     (out / "best" / "status.json").write_text('{"state": "preempted"}')
     begin()
-    assert PretendedRun.started["best"][-1][0]["run.resume_schedule"] == "saved"
+    given, _ = PretendedRun.started["best"][-1]
+    assert given["run.resume_schedule"] == "saved"
 
 
 def test_a_signal_ends_it_in_words(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(PretendedRun, "poll", lambda self: None)
-    monkeypatch.setattr(StopSignals, "received", 15, raising=False)
     signals = StopSignals()
-    signals.received = 15
+    signals.received = signal.SIGTERM
     choice = open_choice(tmp_path / "out", {"minutes": 1.0, "devices": 1}, lambda: words_of(SKILLS), "AP")
     with pytest.raises(Preempted, match="SIGTERM.*the same command goes on"):
         run_rounds(choice, [""], signals, print)
@@ -160,51 +161,59 @@ def test_the_minutes_are_divided_evenly_among_rounds(tmp_path, count, rounds):
     assert choice.minutes_of_each == pytest.approx(60 / rounds / count)
 
 
+def commands_of_two_seeds(data) -> dict:
+    """Small trainings of SSD, by a clock of their own, so that their steps do not depend on the machine."""
+    ssd = SCRIPTS[-1]
+    commands = {}
+    for seed in ("1", "2"):
+        more = {"--run.seed": seed, "--run.save_every": 2, "--data.batch_size_per_device": 8}
+        words = [SUPPORT / "with_clock.py", ssd.path, *small_settings(ssd, data, more)]
+        words += [f"--{key}={value}" for key, value in MINUTES_ALONE.items()]
+        commands[f"seed_{seed}"] = [str(word) for word in words]
+    return commands
+
+
+def kill_at(checkpoint: str):
+    """What kills a training that has reached a checkpoint, and the program that watches it, between two looks."""
+    started = []
+
+    class Remembered(WatchedRun):
+        def __init__(self, *given):
+            super().__init__(*given)
+            started.append(self)
+
+    def look(seconds):
+        time.sleep(seconds)
+        run = started[-1]
+        if (run.folder / "checkpoints" / checkpoint).exists():
+            os.killpg(run.process.pid, signal.SIGKILL)
+            raise KeyboardInterrupt
+
+    return Remembered, SimpleNamespace(sleep=look)
+
+
 @pytest.mark.slow
 def test_trainings_killed_in_each_round_go_on_to_the_same_bits(tmp_path, monkeypatch):
-    """By a clock of their own, so that the number of steps does not depend on the machine."""
     for name, value in CPU.items():
         monkeypatch.setenv(name, value)
     make_shapes(tmp_path / "shapes", train_images=16, val_images=6, image_size=64)
-    commands = {}
-    for seed in ("1", "2"):
-        more = ["--run.seed", seed, "--run.save_every", "2", "--data.batch_size_per_device", "8"]
-        small = small_settings(SCRIPTS[-1], tmp_path / "shapes", more)
-        last = [f"--{key}={value}" for key, value in MINUTES_ALONE.items()]
-        commands[f"seed_{seed}"] = [str(SUPPORT / "with_clock.py"), str(SCRIPTS[-1].path), *small, *last]
+    commands = commands_of_two_seeds(tmp_path / "shapes")
 
-    def choose(folder):
-        choice = open_choice(folder, {"minutes": 0.2, "devices": 1}, lambda: commands, "AR100")
+    def choose(name):
+        asked = {"minutes": 0.2, "devices": 1}
+        choice = open_choice(tmp_path / name, asked, lambda: commands, "AR100")
         run_rounds(choice, [""], StopSignals(), print)
         return choice
 
-    def killed_at(step, folder):
-        """Kill the training that reaches a checkpoint, with the program that watches it."""
-
-        def look(seconds):
-            time.sleep(seconds)
-            running = [run for run in started if run.process.poll() is None]
-            if running and (running[-1].folder / "checkpoints" / f"step_{step:06d}").exists():
-                os.killpg(running[-1].process.pid, signal.SIGKILL)
-                raise KeyboardInterrupt
-
+    whole = choose("whole")
+    for checkpoint in ("step_000004", "step_000010"):  # of six steps in the first round, and of twelve
+        watched, clock = kill_at(checkpoint)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(choices, "time", SimpleNamespace(sleep=look))
-            choose(folder)
-
-    started = []
-    begin = choices.WatchedRun.__init__
-
-    def remembered(run, *given):
-        started.append(run)
-        begin(run, *given)
-
-    monkeypatch.setattr(choices.WatchedRun, "__init__", remembered)
-    whole = choose(tmp_path / "whole")
-    for step in (4, 10):  # of six steps in the first round, and of twelve
-        killed_at(step, tmp_path / "killed")
-    assert choose(tmp_path / "killed").rounds == whole.rounds
+            patched.setattr(choices, "WatchedRun", watched)
+            patched.setattr(choices, "time", clock)
+            choose("killed")
+    assert choose("killed").rounds == whole.rounds
     for name in whole.rounds[-1]["values"]:
-        ours, theirs = (tmp_path / folder / name / "checkpoints" / "latest" for folder in ("killed", "whole"))
+        theirs = tmp_path / "whole" / name / "checkpoints" / "latest"
         assert theirs.resolve().name == "step_000012"
-        assert_same_checkpoint(ours, theirs)
+        assert_same_checkpoint(tmp_path / "killed" / name / "checkpoints" / "latest", theirs)
