@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import FORMULA
+from toolkit.base.text import FORMULA, first_names
 from toolkit.data.annotations import Reading
 from toolkit.data.find_images import find_missing, find_root_near, found_name
 from toolkit.data.formats.annotated import (
@@ -238,6 +238,9 @@ def _rows_of_split(found: Splits, split: str) -> tuple[list[_Row], list[_Row]]:
             chosen += loaded
         elif split in splits:
             chosen += [row for row in loaded if row.split == split]
+    if not chosen and split in found.sources:
+        expected = "expected one for each box, and one without numbers for an image without boxes"
+        raise BadInput(f"{first_names(found.sources[split])}: a header, and no rows; {expected}")
     if not chosen:
         raise BadInput(f"{found.folder}: no split {split!r}; there are {', '.join(found.names)}")
     return rows, chosen
