@@ -79,6 +79,13 @@ def test_a_run_is_named_after_its_data(monkeypatch, given, name):
     assert shlex.split(command.splitlines()[-1])[-1] == name
 
 
+def test_a_run_on_the_bundled_shapes_is_called_so(monkeypatch):
+    monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cpu"))
+    sources = [training_command.Source("train")]
+    command = training_command.command_for(sources, Inspection(), {"format": "shapes"}, "train_ssd")
+    assert command.endswith("--run.name shapes")
+
+
 def test_a_recipe_for_scene_graphs_downloads_nothing_without_a_gpu(monkeypatch):
     monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cpu"))
     _, config, _ = training_command.recipe_for("train_sgg")

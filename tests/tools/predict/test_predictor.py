@@ -13,6 +13,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category
+from toolkit.data.transforms.geometry import input_hw
 from toolkit.evaluation.draw import picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.tools.predict.in_tiles import flipped, tiled
@@ -21,7 +22,6 @@ from toolkit.tools.predict.predictor import (
     Predictor,
     as_image,
     from_report,
-    input_hw,
     of_classes,
     own_predict,
 )
