@@ -151,6 +151,20 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
     assert next(predict_files(predictor, [tmp_path / "broken.png"])).image is None
 
 
+def test_what_decoding_drops_is_told_of_each_file(tmp_path):
+    modes = {"a.png": "RGBA", "b.png": "I;16", "c.tif": "CMYK", "d.png": "RGB"}
+    for name, mode in modes.items():
+        Image.new(mode, (8, 6)).save(tmp_path / name)
+    predictor = Predictor("test", CATEGORIES, lambda images, _: [found_of([], [], [])] * len(images))
+    notes = {result.key.name: result.notes for result in predict_files(predictor, sorted(tmp_path.iterdir()))}
+    assert notes == {
+        "a.png": ("alpha channel dropped, the colours under it kept",),
+        "b.png": ("16-bit grey scaled to 8 bits",),
+        "c.tif": ("CMYK converted to RGB",),
+        "d.png": (),
+    }
+
+
 def test_pictures_of_a_table_are_predicted_in_its_order(tmp_path):
     def green_as_score(images, score_threshold):
         assert score_threshold == 0.0
