@@ -4,6 +4,7 @@ A folder has a file for each split: `annotations/instances_*.json`, or `_annotat
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -265,10 +266,10 @@ def _is_coco(path: Path) -> bool:
     except OSError:
         return False
     text = head.lstrip(b"\xef\xbb\xbf \r\n\t")
-    keys = [b'"images"', b'"annotations"']
+    keys = b"images|annotations"
     if len(head) == PROBED_BYTES:  # the middle of a large file is not read
-        keys += [b'"categories"', b'"info"', b'"licenses"']
-    return text.startswith(b"{") and any(key in head + tail for key in keys)
+        keys += b"|categories|info|licenses"
+    return text.startswith(b"{") and re.search(rb'"(%s)"\s*:' % keys, head + tail) is not None
 
 
 def _without_super_category(annotations: Annotations, file: Path, siblings: Sequence[Path]) -> list[Problem]:
