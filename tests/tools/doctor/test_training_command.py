@@ -70,6 +70,7 @@ def test_a_size_that_is_given_replaces_the_scales_of_a_recipe(monkeypatch):
         ("cups/train/_annotations.coco.json", "cups"),
         ("birds v2/labels/Train_1.csv", "birds_v2"),
         ("vögel/train", "vögel"),
+        ("coins/data/annotations.xml", "coins"),
         ("my_train.json", "my_train"),
     ],
 )

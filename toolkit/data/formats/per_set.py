@@ -3,6 +3,7 @@
 A format says the endings of its files, and how to parse one (`SetFormat`).
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +66,8 @@ def find_documents(format: SetFormat, layout: Layout) -> Splits | None:
             sources.setdefault(name, []).append(file)
     files = [path for _, path in candidates]
     read = list(dict.fromkeys(chain.from_iterable(sources.values())))
-    which = f" ({', '.join(path.name for path in read)})" if len(read) < len(files) else ""
+    names = [os.path.relpath(path, layout.folder) for path in read]
+    which = f" ({', '.join(names)})" if len(read) < len(files) else ""
     return Splits(layout, sources, files, together=which) if sources else None
 
 

@@ -20,7 +20,7 @@ WITH_MASKS = "train_faster_rcnn"  # the script whose settings files for own data
 
 # Words of the names of files and folders that do not say what the data are.
 UNTELLING = {"annotation", "annotations", "image", "images", "instances", "label", "labels", "trainval", UNSPLIT}
-UNTELLING.update(*SPLIT_NAMES.values())
+UNTELLING.update({"data", "dataset", "project"}, *SPLIT_NAMES.values())
 
 
 @dataclass(frozen=True)
