@@ -51,6 +51,12 @@ def test_the_recipe_suits_the_machine(monkeypatch, device, offline, script, reci
     assert why.startswith(reason)
 
 
+def test_the_size_of_a_recipe_is_that_of_its_evaluation():
+    folder = training_command.ROOT / "configs" / "faster_rcnn"
+    assert training_command.size_of_recipe(folder / "own_data.yaml") == {"shortest_edge": 640, "longest_edge": 1066}
+    assert training_command.size_of_recipe(folder / "own_data_cpu.yaml") == {"height": 256, "width": 256}
+
+
 def test_a_size_that_is_given_replaces_the_scales_of_a_recipe(monkeypatch):
     monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
