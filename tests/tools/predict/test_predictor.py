@@ -14,6 +14,7 @@ from toolkit.base.errors import BadInput
 from toolkit.base.masks import Rle
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category
+from toolkit.data.transforms.geometry import input_hw
 from toolkit.evaluation.draw import picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
 from toolkit.tools.predict.in_tiles import flipped, tiled
@@ -22,7 +23,6 @@ from toolkit.tools.predict.predictor import (
     Predictor,
     as_image,
     from_report,
-    input_hw,
     of_classes,
     own_predict,
 )
@@ -181,6 +181,20 @@ def test_every_file_gets_its_own_detections_or_its_error(tmp_path):
     assert "symbolic links" in str(results["itself.png"].error)
     batch_without_images = predict_files(predictor, [broken])
     assert next(batch_without_images).image is None
+
+
+def test_what_decoding_drops_is_told_of_each_file(tmp_path):
+    modes = {"a.png": "RGBA", "b.png": "I;16", "c.tif": "CMYK", "d.png": "RGB"}
+    for name, mode in modes.items():
+        Image.new(mode, (8, 6)).save(tmp_path / name)
+    predictor = Predictor("test", CATEGORIES, lambda images, _: [found_of([], [], [])] * len(images))
+    notes = {result.key.name: result.notes for result in predict_files(predictor, sorted(tmp_path.iterdir()))}
+    assert notes == {
+        "a.png": ("alpha channel dropped, the colours under it kept",),
+        "b.png": ("16-bit grey scaled to 8 bits",),
+        "c.tif": ("CMYK converted to RGB",),
+        "d.png": (),
+    }
 
 
 def test_pictures_of_a_table_are_predicted_in_its_order(tmp_path):
