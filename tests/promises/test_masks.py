@@ -479,14 +479,10 @@ def test_what_lies_outside_the_annotated_picture_does_not_show_on_a_larger_canva
 )
 def test_what_cannot_keep_masks_is_named_all_at_once(table, masks, boxes_from_masks, asked_by):
     blending = {"mixup": True, "batch_mixup": 0.5, "copy_blend": 0.1, "plain_epochs": 0}
-    c = DataConfig(image_size=64, tile=32, boxes_from_masks=boxes_from_masks, **blending)
+    c = DataConfig(image_size=64, boxes_from_masks=boxes_from_masks, **blending)
     with pytest.raises(BadInput) as caught:
         loader_of_settings(table, c, seed=0, stride=1, masks=masks)
-    for name, problem in zip(
-        ("tile", *BLENDING),
-        caught.value.problems,
-        strict=True,
-    ):
+    for name, problem in zip(BLENDING, caught.value.problems, strict=True):
         assert problem.startswith(f"data.{name} ")
         assert asked_by in problem
 
@@ -828,8 +824,11 @@ def test_predicted_masks_are_the_same_in_all_files(trained, tmp_path, capsys):
         assert np.array_equal(pixels_of(result["segmentation"]), mask)
     for annotation in annotated:
         assert annotation["area"] == pixels_of(annotation["segmentation"]).sum()
-    assert predict.main([*words, "--tile", "48", "--overwrite"]) == 2
-    assert "masks are not merged" in capsys.readouterr().err
+    assert predict.main([*words, "--tile", "48", "--flip", "--overwrite"]) == 0
+    (image,) = json.loads((tmp_path / "found" / "predictions.json").read_text())["images"]
+    assert len(image["detections"]) > 5  # so many in each tile
+    for one in image["detections"]:
+        assert pixels_of(one["segmentation"]).shape == (96, 96)
 
 
 def test_a_folder_with_masks_is_judged_by_them(trained, capsys):

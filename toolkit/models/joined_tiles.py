@@ -1,71 +1,169 @@
-"""Detections in the tiles of a picture, joined to those of the picture: one box for each object, across all seams."""
+"""Detections in the tiles of a picture, joined to those of the picture: one for each object, across all seams."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.masks import Rle, overlaps_in, selected_masks, shifted, united
 from toolkit.models.nms import nms_by_label
 
 NMS_IOU = 0.5  # boxes of a class that overlap more are one
+SAME_MASK_IOU = 0.5  # above it, cut masks of a class are pieces of one object; counted where both tiles show them
 MIN_CONTAINED_SHARE = 0.8  # share of a box inside another one of its class from which it counts as a part of that
 MIN_SCORE_RATIO = 0.25  # of such another box to the box: a weak box does not remove a good part
 MIN_CUT_SCORE_RATIO = 0.5  # the same where the other box is cut too and both overlap so much that they are one
 SAME_BOX_IOU = 0.9  # two boxes that overlap more have the same sides; the score decides between them
 BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
 
+Detections = dict[str, Tensor | list[Rle]]  # K of an image: `boxes (K, 4)`, `scores (K,)`, `labels (K,)`; `masks`
+
 
 def join_tiles(
-    parts: Sequence[Mapping[str, Tensor]],
+    parts: Sequence[Mapping[str, Tensor | list[Rle]]],
     tiles_xyxy: np.ndarray | Tensor,
     size_hw: Sequence[int],
     tile_side: int,
     nms_iou: float = NMS_IOU,
     most_of_class: int | None = None,
-) -> dict[str, Tensor]:
+) -> Detections:
     """Join the detections in the tiles of a picture, best first, by non-maximum suppression class by class.
 
-    A box that a border between tiles cuts is dropped where another one of its class, which is not much less sure, has
-    most of it.
+    Before that, masks that a border between tiles cuts are joined to those of whole objects, see `_with_joined_pieces`;
+    and a box that a border cuts is dropped where another one of its class, which is not much less sure, has most of it.
 
     Args:
-        parts: of each tile, on the CPU: `boxes (K, 4)` xyxy in pixels of the tile, `scores (K,)`, `labels (K,)`.
+        parts: of each tile, on the CPU: `boxes (K, 4)` xyxy in pixels of the tile, `scores (K,)`, `labels (K,)`, and of
+            a detector of masks `masks`, K run lengths in the tile.
         tiles_xyxy: (W, 4) in pixels of the picture, one for each part; at least one.
         size_hw: height and width of the picture.
         tile_side: longer side in pixels of the tiles of pictures that are larger than one.
         nms_iou: boxes of a class that overlap more are one.
         most_of_class: number of detections of each class that are kept, the best ones; None: all.
 
-    Returns boxes in pixels of the picture, scores and labels.
+    Returns boxes in pixels of the picture, scores, labels, and masks in the picture.
     """
     height, width = size_hw
+    near = BORDER_SHARE * tile_side
     moved = []
-    cut = []
+    cut_sides = []
     for part, (left, top, right, bottom) in zip(parts, tiles_xyxy.tolist(), strict=True):
         boxes = part["boxes"]
         after = torch.tensor([right - left, bottom - top]) - boxes[:, 2:]
         space = torch.cat([boxes[:, :2], after], dim=1)  # between each side of a box and that of its tile
         is_inner = torch.tensor([left > 0, top > 0, right < width, bottom < height])  # borders between tiles
-        is_near = space <= BORDER_SHARE * tile_side
-        cut.append((is_near & is_inner).any(1))
+        cut_sides.append((space <= near) & is_inner)
         corner = torch.tensor([left, top, left, top], dtype=boxes.dtype)
-        moved.append({**part, "boxes": boxes + corner})
-    joined = merged(moved, nms_iou, torch.cat(cut))
+        in_picture = {**part, "boxes": boxes + corner}
+        if "masks" in part:
+            in_picture["masks"] = [shifted(mask, left, top, (height, width)) for mask in part["masks"]]
+        moved.append(in_picture)
+    detections = _concatenated(moved)
+    is_cut = torch.cat(cut_sides)
+    if "masks" in detections:
+        tile_of = np.repeat(np.arange(len(parts)), [len(part["scores"]) for part in parts])
+        detections, is_cut = _with_joined_pieces(detections, is_cut, tile_of, np.asarray(tiles_xyxy), near)
+    joined = merged([detections], nms_iou, is_cut.any(1))
     return joined if most_of_class is None else best_of_classes(joined, most_of_class)
 
 
-def merged(parts: Sequence[Mapping[str, Tensor]], nms_iou: float, cut: Tensor | None = None) -> dict[str, Tensor]:
+def merged(parts: Sequence[Mapping], nms_iou: float, cut: Tensor | None = None) -> Detections:
     """Merge several sets of detections of one image, best first, by non-maximum suppression class by class.
 
     cut: (K,) bool, boxes of all parts that end where a tile ends; they are dropped if a whole box has most of them.
     """
-    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    joined = _concatenated(parts)
     if cut is not None and cut.any():
         keep = ~(cut & _inside_another(joined, cut, nms_iou))
-        joined = {key: value[keep] for key, value in joined.items()}
+        joined = _rows_of(joined, keep.nonzero()[:, 0])
     kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
-    return {key: value[kept] for key, value in joined.items()}
+    return _rows_of(joined, kept)
+
+
+def _concatenated(parts: Sequence[Mapping]) -> Detections:
+    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    if "masks" in parts[0]:
+        joined["masks"] = [mask for part in parts for mask in part["masks"]]
+    return joined
+
+
+def _rows_of(detections: Detections, rows: Tensor) -> Detections:
+    """Return the detections with these row numbers."""
+    chosen = {key: detections[key][rows] for key in ("boxes", "scores", "labels")}
+    if "masks" in detections:
+        chosen["masks"] = selected_masks(detections["masks"], rows)
+    return chosen
+
+
+def _with_joined_pieces(
+    detections: Detections, cut_sides: Tensor, tile_of: np.ndarray, tiles_xyxy: np.ndarray, near: float
+) -> tuple[Detections, Tensor]:
+    """Join the pieces into which borders between tiles cut an object: those whose masks agree, see `_agreeing`.
+
+    The surest pairs come first. An object has at most one piece in a tile, and no piece with less than
+    `MIN_SCORE_RATIO` of the score of another. It gets the best score, all masks united, and the box around all boxes.
+
+    Args:
+        detections: K of all tiles, in the picture.
+        cut_sides: (K, 4) bool, the sides of boxes that end where their tile ends.
+        tile_of: (K,) the row in `tiles_xyxy` (W, 4) of the tile of each; not decreasing.
+        near: pixels from the border of a tile up to which a side ends there.
+
+    Returns the detections, and their `cut_sides`: of an object those beyond which it does not go on.
+    """
+    scores = detections["scores"].tolist()
+    pairs = _agreeing(detections, cut_sides.any(1).numpy(), tile_of, tiles_xyxy)
+    objects = {row: [row] for pair in pairs for row in pair}
+    for pair in sorted(pairs, key=lambda pair: -min(scores[row] for row in pair)):
+        pieces = sorted(chain(*(objects[row] for row in pair)), key=lambda row: (-scores[row], row))
+        is_sure = scores[pieces[-1]] >= MIN_SCORE_RATIO * scores[pieces[0]]
+        if is_sure and len({tile_of[piece] for piece in pieces}) == len(pieces):
+            objects.update(dict.fromkeys(pieces, pieces))
+    boxes = detections["boxes"].clone()
+    masks = list(detections["masks"])
+    is_open = cut_sides.clone()
+    is_left = torch.ones(len(scores), dtype=torch.bool)
+    for row, pieces in objects.items():
+        if row != pieces[0]:
+            is_left[row] = False
+            continue
+        of_pieces = detections["boxes"][pieces]
+        boxes[row] = torch.cat([of_pieces[:, :2].amin(0), of_pieces[:, 2:].amax(0)])
+        masks[row] = united([detections["masks"][piece] for piece in pieces])
+        further = (boxes[row] - of_pieces) * torch.tensor([-1, -1, 1, 1])  # than each side of each piece
+        is_open[row] = (cut_sides[pieces] & (further <= near)).any(0)
+    rows = is_left.nonzero()[:, 0]
+    return _rows_of({**detections, "boxes": boxes, "masks": masks}, rows), is_open[rows]
+
+
+def _agreeing(
+    detections: Detections, is_cut: np.ndarray, tile_of: np.ndarray, tiles_xyxy: np.ndarray
+) -> list[tuple[int, int]]:
+    """Return the pairs of rows of cut detections of a class, in different tiles, whose masks have an IoU of more than
+    `SAME_MASK_IOU` in the region that both tiles show.
+
+    Of two masks that have no pixel in common, no mask agrees by more than half with both.
+    """
+    labels = detections["labels"].numpy()
+    masks = detections["masks"]
+    cut_rows = np.flatnonzero(is_cut)
+    of_tiles = np.split(cut_rows, np.searchsorted(tile_of[cut_rows], np.arange(1, len(tiles_xyxy))))
+    tiles = np.array([tile for tile, rows in enumerate(of_tiles) if len(rows)], int)
+    agreeing = []
+    for number, tile in enumerate(tiles.tolist(), start=1):
+        later = tiles[number:]
+        low = np.maximum(tiles_xyxy[tile, :2], tiles_xyxy[later, :2])
+        high = np.minimum(tiles_xyxy[tile, 2:], tiles_xyxy[later, 2:])
+        for at in np.flatnonzero((high > low).all(1)).tolist():
+            rows = of_tiles[tile]
+            others = of_tiles[later[at]]
+            region_xyxy = [*low[at], *high[at]]
+            iou = overlaps_in(region_xyxy, [masks[row] for row in rows], [masks[row] for row in others])
+            first, second = np.nonzero((iou > SAME_MASK_IOU) & (labels[rows, None] == labels[others]))
+            agreeing += zip(rows[first].tolist(), others[second].tolist(), strict=True)
+    return agreeing
 
 
 def _inside_another(detections: Mapping[str, Tensor], cut: Tensor, nms_iou: float) -> Tensor:
@@ -94,7 +192,7 @@ def _inside_another(detections: Mapping[str, Tensor], cut: Tensor, nms_iou: floa
     return inside
 
 
-def best_of_classes(detections: Mapping[str, Tensor], most: int) -> dict[str, Tensor]:
+def best_of_classes(detections: Detections, most: int) -> Detections:
     """Return the first `most` detections of each class, in the order they have."""
     labels = detections["labels"]
     if len(labels) <= most:
@@ -102,4 +200,4 @@ def best_of_classes(detections: Mapping[str, Tensor], most: int) -> dict[str, Te
     keep = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         keep[(labels == label).nonzero()[:most, 0]] = True
-    return {key: value[keep] for key, value in detections.items()}
+    return _rows_of(detections, keep.nonzero()[:, 0])
