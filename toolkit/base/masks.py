@@ -321,7 +321,8 @@ def _changes(mask: np.ndarray, corner_xy: tuple[int, int], height: int) -> np.nd
     rows = np.flatnonzero(np.bitwise_or.reduce(part, axis=1))
     top = rows[0]
     part = part[top : rows[-1] + 1]
-    framed = np.pad(part.T, ((0, 0), (1, 1)))  # every column begins and ends with 0
+    framed = np.zeros((part.shape[1], len(part) + 2), np.uint8)  # every column begins and ends with 0
+    framed[:, 1:-1] = part.T
     column, row = np.nonzero(framed[:, 1:] != framed[:, :-1])
     x, y = corner_xy
     changes = (x + left + column) * height + y + top + row

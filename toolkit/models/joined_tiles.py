@@ -17,6 +17,7 @@ MIN_SCORE_RATIO = 0.25  # of such another box to the box: a weak box does not re
 MIN_CUT_SCORE_RATIO = 0.5  # the same where the other box is cut too and both overlap so much that they are one
 SAME_BOX_IOU = 0.9  # two boxes that overlap more have the same sides; the score decides between them
 BORDER_SHARE = 0.025  # of a tile's side: a box that ends this near to a border is cut there; few end on it exactly
+COLUMNS = ("boxes", "scores", "labels", "tile")  # tensors of detections; and, while tiles are joined, the tile of each
 
 Detections = dict[str, Tensor | list[Rle]]  # K of an image: `boxes (K, 4)`, `scores (K,)`, `labels (K,)`; `masks`
 
@@ -49,24 +50,38 @@ def join_tiles(
     near = BORDER_SHARE * tile_side
     moved = []
     cut_sides = []
-    for part, (left, top, right, bottom) in zip(parts, tiles_xyxy.tolist(), strict=True):
+    for number, (part, (left, top, right, bottom)) in enumerate(zip(parts, tiles_xyxy.tolist(), strict=True)):
         boxes = part["boxes"]
         after = torch.tensor([right - left, bottom - top]) - boxes[:, 2:]
         space = torch.cat([boxes[:, :2], after], dim=1)  # between each side of a box and that of its tile
         is_inner = torch.tensor([left > 0, top > 0, right < width, bottom < height])  # borders between tiles
         cut_sides.append((space <= near) & is_inner)
         corner = torch.tensor([left, top, left, top], dtype=boxes.dtype)
-        in_picture = {**part, "boxes": boxes + corner}
-        if "masks" in part:
-            in_picture["masks"] = [shifted(mask, left, top, (height, width)) for mask in part["masks"]]
-        moved.append(in_picture)
+        moved.append({**part, "boxes": boxes + corner, "tile": torch.full((len(boxes),), number)})
     detections = _concatenated(moved)
     is_cut = torch.cat(cut_sides)
+    tiles_xyxy = np.asarray(tiles_xyxy)
     if "masks" in detections:
-        tile_of = np.repeat(np.arange(len(parts)), [len(part["scores"]) for part in parts])
-        detections, is_cut = _with_joined_pieces(detections, is_cut, tile_of, np.asarray(tiles_xyxy), near)
+        detections["masks"] = _in_picture(detections, is_cut.any(1), tiles_xyxy, (height, width))
+        detections, is_cut = _with_joined_pieces(detections, is_cut, tiles_xyxy, near)
     joined = merged([detections], nms_iou, is_cut.any(1))
-    return joined if most_of_class is None else best_of_classes(joined, most_of_class)
+    if most_of_class is not None:
+        joined = best_of_classes(joined, most_of_class)
+    if "masks" in joined:
+        everything = torch.ones(len(joined["masks"]), dtype=torch.bool)
+        joined["masks"] = _in_picture(joined, everything, tiles_xyxy, (height, width))
+    del joined["tile"]
+    return joined
+
+
+def _in_picture(detections: Detections, chosen: Tensor, tiles_xyxy: np.ndarray, size_hw: tuple[int, int]) -> list[Rle]:
+    """Return masks, the chosen ones (K,) as those of the whole picture, if they are still those of a tile."""
+    masks = list(detections["masks"])
+    for row in chosen.nonzero()[:, 0].tolist():
+        if masks[row].size_hw != size_hw:
+            left, top, *_ = tiles_xyxy[detections["tile"][row]].tolist()
+            masks[row] = shifted(masks[row], left, top, size_hw)
+    return masks
 
 
 def merged(parts: Sequence[Mapping], nms_iou: float, cut: Tensor | None = None) -> Detections:
@@ -83,7 +98,7 @@ def merged(parts: Sequence[Mapping], nms_iou: float, cut: Tensor | None = None) 
 
 
 def _concatenated(parts: Sequence[Mapping]) -> Detections:
-    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    joined = {key: torch.cat([part[key] for part in parts]) for key in COLUMNS if key in parts[0]}
     if "masks" in parts[0]:
         joined["masks"] = [mask for part in parts for mask in part["masks"]]
     return joined
@@ -91,14 +106,11 @@ def _concatenated(parts: Sequence[Mapping]) -> Detections:
 
 def _rows_of(detections: Detections, rows: Tensor) -> Detections:
     """Return the detections with these row numbers."""
-    chosen = {key: detections[key][rows] for key in ("boxes", "scores", "labels")}
-    if "masks" in detections:
-        chosen["masks"] = selected_masks(detections["masks"], rows)
-    return chosen
+    return {key: selected_masks(column, rows) for key, column in detections.items()}
 
 
 def _with_joined_pieces(
-    detections: Detections, cut_sides: Tensor, tile_of: np.ndarray, tiles_xyxy: np.ndarray, near: float
+    detections: Detections, cut_sides: Tensor, tiles_xyxy: np.ndarray, near: float
 ) -> tuple[Detections, Tensor]:
     """Join the pieces into which borders between tiles cut an object: those whose masks agree, see `_agreeing`.
 
@@ -106,15 +118,15 @@ def _with_joined_pieces(
     `MIN_SCORE_RATIO` of the score of another. It gets the best score, all masks united, and the box around all boxes.
 
     Args:
-        detections: K of all tiles, in the picture.
+        detections: K of all tiles (W, 4), in the picture; `tile` is the row in `tiles_xyxy`, not decreasing.
         cut_sides: (K, 4) bool, the sides of boxes that end where their tile ends.
-        tile_of: (K,) the row in `tiles_xyxy` (W, 4) of the tile of each; not decreasing.
         near: pixels from the border of a tile up to which a side ends there.
 
     Returns the detections, and their `cut_sides`: of an object those beyond which it does not go on.
     """
     scores = detections["scores"].tolist()
-    pairs = _agreeing(detections, cut_sides.any(1).numpy(), tile_of, tiles_xyxy)
+    tile_of = detections["tile"].tolist()
+    pairs = _agreeing(detections, cut_sides.any(1).numpy(), tiles_xyxy)
     objects = {row: [row] for pair in pairs for row in pair}
     for pair in sorted(pairs, key=lambda pair: -min(scores[row] for row in pair)):
         pieces = sorted(chain(*(objects[row] for row in pair)), key=lambda row: (-scores[row], row))
@@ -138,9 +150,7 @@ def _with_joined_pieces(
     return _rows_of({**detections, "boxes": boxes, "masks": masks}, rows), is_open[rows]
 
 
-def _agreeing(
-    detections: Detections, is_cut: np.ndarray, tile_of: np.ndarray, tiles_xyxy: np.ndarray
-) -> list[tuple[int, int]]:
+def _agreeing(detections: Detections, is_cut: np.ndarray, tiles_xyxy: np.ndarray) -> list[tuple[int, int]]:
     """Return the pairs of rows of cut detections of a class, in different tiles, whose masks have an IoU of more than
     `SAME_MASK_IOU` in the region that both tiles show.
 
@@ -149,6 +159,7 @@ def _agreeing(
     labels = detections["labels"].numpy()
     masks = detections["masks"]
     cut_rows = np.flatnonzero(is_cut)
+    tile_of = detections["tile"].numpy()
     of_tiles = np.split(cut_rows, np.searchsorted(tile_of[cut_rows], np.arange(1, len(tiles_xyxy))))
     tiles = np.array([tile for tile, rows in enumerate(of_tiles) if len(rows)], int)
     agreeing = []
