@@ -146,6 +146,14 @@ def test_an_object_has_the_score_of_its_best_piece():
     assert found["scores"].item() == pytest.approx(0.5 + last / 100)
 
 
+def test_pieces_of_an_object_that_a_tile_shows_whole_do_not_take_its_place():
+    """All of them together lack its corner."""
+    pixels = drawn([36, 26, 60, 50])
+    found = joined([pixels], lambda tile: [0.95 if tile else 0.9])
+    assert found["scores"].tolist() == pytest.approx([0.9])
+    assert pixels_of(found)[0].equal(pixels)
+
+
 @pytest.mark.parametrize("labels", [[0, 0], [0, 1]])
 def test_objects_that_touch_stay_two(labels):
     above = drawn([30, 10, 100, 30])

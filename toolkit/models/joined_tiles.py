@@ -1,6 +1,6 @@
 """Detections in the tiles of a picture, joined to those of the picture: one for each object, across all seams."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -47,41 +47,41 @@ def join_tiles(
     Returns boxes in pixels of the picture, scores, labels, and masks in the picture.
     """
     height, width = size_hw
-    near = BORDER_SHARE * tile_side
     moved = []
-    cut_sides = []
+    cut = []
     for number, (part, (left, top, right, bottom)) in enumerate(zip(parts, tiles_xyxy.tolist(), strict=True)):
         boxes = part["boxes"]
         after = torch.tensor([right - left, bottom - top]) - boxes[:, 2:]
         space = torch.cat([boxes[:, :2], after], dim=1)  # between each side of a box and that of its tile
         is_inner = torch.tensor([left > 0, top > 0, right < width, bottom < height])  # borders between tiles
-        cut_sides.append((space <= near) & is_inner)
+        is_near = space <= BORDER_SHARE * tile_side
+        cut.append((is_near & is_inner).any(1))
         corner = torch.tensor([left, top, left, top], dtype=boxes.dtype)
         moved.append({**part, "boxes": boxes + corner, "tile": torch.full((len(boxes),), number)})
-    detections = _concatenated(moved)
-    is_cut = torch.cat(cut_sides)
+    detections = concatenated(moved)
+    is_cut = torch.cat(cut)
     tiles_xyxy = np.asarray(tiles_xyxy)
     if "masks" in detections:
-        detections["masks"] = _in_picture(detections, is_cut.any(1), tiles_xyxy, (height, width))
-        detections, is_cut = _with_joined_pieces(detections, is_cut, tiles_xyxy, near)
-    joined = merged([detections], nms_iou, is_cut.any(1))
+        is_piece = is_cut & ~_inside_another(detections, is_cut, nms_iou, is_whole=True)
+        pieces = is_piece.nonzero()[:, 0].tolist()
+        _move_masks(detections, pieces, tiles_xyxy, (height, width))
+        detections, is_cut = _with_joined_pieces(detections, pieces, is_cut, tiles_xyxy)
+    joined = merged([detections], nms_iou, is_cut)
     if most_of_class is not None:
         joined = best_of_classes(joined, most_of_class)
     if "masks" in joined:
-        everything = torch.ones(len(joined["masks"]), dtype=torch.bool)
-        joined["masks"] = _in_picture(joined, everything, tiles_xyxy, (height, width))
+        _move_masks(joined, range(len(joined["masks"])), tiles_xyxy, (height, width))
     del joined["tile"]
     return joined
 
 
-def _in_picture(detections: Detections, chosen: Tensor, tiles_xyxy: np.ndarray, size_hw: tuple[int, int]) -> list[Rle]:
-    """Return masks, the chosen ones (K,) as those of the whole picture, if they are still those of a tile."""
-    masks = list(detections["masks"])
-    for row in chosen.nonzero()[:, 0].tolist():
+def _move_masks(detections: Detections, rows: Iterable[int], tiles_xyxy: np.ndarray, size_hw: tuple[int, int]) -> None:
+    """Make the masks of these rows, if they are still those of a tile, masks of the whole picture."""
+    masks = detections["masks"]
+    for row in rows:
         if masks[row].size_hw != size_hw:
             left, top, *_ = tiles_xyxy[detections["tile"][row]].tolist()
             masks[row] = shifted(masks[row], left, top, size_hw)
-    return masks
 
 
 def merged(parts: Sequence[Mapping], nms_iou: float, cut: Tensor | None = None) -> Detections:
@@ -89,28 +89,29 @@ def merged(parts: Sequence[Mapping], nms_iou: float, cut: Tensor | None = None) 
 
     cut: (K,) bool, boxes of all parts that end where a tile ends; they are dropped if a whole box has most of them.
     """
-    joined = _concatenated(parts)
+    joined = concatenated(parts)
     if cut is not None and cut.any():
         keep = ~(cut & _inside_another(joined, cut, nms_iou))
-        joined = _rows_of(joined, keep.nonzero()[:, 0])
+        joined = rows_of(joined, keep.nonzero()[:, 0])
     kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
-    return _rows_of(joined, kept)
+    return rows_of(joined, kept)
 
 
-def _concatenated(parts: Sequence[Mapping]) -> Detections:
+def concatenated(parts: Sequence[Mapping]) -> Detections:
+    """Return the detections of all parts, in order."""
     joined = {key: torch.cat([part[key] for part in parts]) for key in COLUMNS if key in parts[0]}
     if "masks" in parts[0]:
         joined["masks"] = [mask for part in parts for mask in part["masks"]]
     return joined
 
 
-def _rows_of(detections: Detections, rows: Tensor) -> Detections:
+def rows_of(detections: Detections, rows: Tensor) -> Detections:
     """Return the detections with these row numbers."""
     return {key: selected_masks(column, rows) for key, column in detections.items()}
 
 
 def _with_joined_pieces(
-    detections: Detections, cut_sides: Tensor, tiles_xyxy: np.ndarray, near: float
+    detections: Detections, pieces: Sequence[int], is_cut: Tensor, tiles_xyxy: np.ndarray
 ) -> tuple[Detections, Tensor]:
     """Join the pieces into which borders between tiles cut an object: those whose masks agree, see `_agreeing`.
 
@@ -119,49 +120,47 @@ def _with_joined_pieces(
 
     Args:
         detections: K of all tiles (W, 4), in the picture; `tile` is the row in `tiles_xyxy`, not decreasing.
-        cut_sides: (K, 4) bool, the sides of boxes that end where their tile ends.
-        near: pixels from the border of a tile up to which a side ends there.
+        pieces: rows of cut detections that no whole one contains, ascending.
+        is_cut: (K,) bool.
 
-    Returns the detections, and their `cut_sides`: of an object those beyond which it does not go on.
+    Returns the detections, and `is_cut` of these; a joined object is whole.
     """
     scores = detections["scores"].tolist()
     tile_of = detections["tile"].tolist()
-    pairs = _agreeing(detections, cut_sides.any(1).numpy(), tiles_xyxy)
-    objects = {row: [row] for pair in pairs for row in pair}
+    objects = {row: [row] for row in pieces}  # the pieces of its object, the surest first
+    pairs = _agreeing(detections, np.array(pieces, int), tiles_xyxy)
     for pair in sorted(pairs, key=lambda pair: -min(scores[row] for row in pair)):
-        pieces = sorted(chain(*(objects[row] for row in pair)), key=lambda row: (-scores[row], row))
-        is_sure = scores[pieces[-1]] >= MIN_SCORE_RATIO * scores[pieces[0]]
-        if is_sure and len({tile_of[piece] for piece in pieces}) == len(pieces):
-            objects.update(dict.fromkeys(pieces, pieces))
+        both = sorted(chain(*(objects[row] for row in pair)), key=lambda row: (-scores[row], row))
+        is_sure = scores[both[-1]] >= MIN_SCORE_RATIO * scores[both[0]]
+        if is_sure and len({tile_of[row] for row in both}) == len(both):
+            objects.update(dict.fromkeys(both, both))
     boxes = detections["boxes"].clone()
     masks = list(detections["masks"])
-    is_open = cut_sides.clone()
+    is_cut = is_cut.clone()
     is_left = torch.ones(len(scores), dtype=torch.bool)
-    for row, pieces in objects.items():
-        if row != pieces[0]:
+    for row, of_object in objects.items():
+        if row != of_object[0]:
             is_left[row] = False
-            continue
-        of_pieces = detections["boxes"][pieces]
-        boxes[row] = torch.cat([of_pieces[:, :2].amin(0), of_pieces[:, 2:].amax(0)])
-        masks[row] = united([detections["masks"][piece] for piece in pieces])
-        further = (boxes[row] - of_pieces) * torch.tensor([-1, -1, 1, 1])  # than each side of each piece
-        is_open[row] = (cut_sides[pieces] & (further <= near)).any(0)
+        elif len(of_object) > 1:
+            of_pieces = detections["boxes"][of_object]
+            boxes[row] = torch.cat([of_pieces[:, :2].amin(0), of_pieces[:, 2:].amax(0)])
+            masks[row] = united([detections["masks"][piece] for piece in of_object])
+            is_cut[row] = False
     rows = is_left.nonzero()[:, 0]
-    return _rows_of({**detections, "boxes": boxes, "masks": masks}, rows), is_open[rows]
+    return rows_of({**detections, "boxes": boxes, "masks": masks}, rows), is_cut[rows]
 
 
-def _agreeing(detections: Detections, is_cut: np.ndarray, tiles_xyxy: np.ndarray) -> list[tuple[int, int]]:
-    """Return the pairs of rows of cut detections of a class, in different tiles, whose masks have an IoU of more than
-    `SAME_MASK_IOU` in the region that both tiles show.
+def _agreeing(detections: Detections, pieces: np.ndarray, tiles_xyxy: np.ndarray) -> list[tuple[int, int]]:
+    """Return the pairs of these rows of detections that are of one class, in two tiles, and have masks with an IoU of
+    more than `SAME_MASK_IOU` in the region that both tiles show.
 
     Of two masks that have no pixel in common, no mask agrees by more than half with both.
     """
     labels = detections["labels"].numpy()
     masks = detections["masks"]
-    cut_rows = np.flatnonzero(is_cut)
-    tile_of = detections["tile"].numpy()
-    of_tiles = np.split(cut_rows, np.searchsorted(tile_of[cut_rows], np.arange(1, len(tiles_xyxy))))
-    tiles = np.array([tile for tile, rows in enumerate(of_tiles) if len(rows)], int)
+    tile_of = detections["tile"].numpy()[pieces]
+    of_tiles = np.split(pieces, np.searchsorted(tile_of, np.arange(1, len(tiles_xyxy))))
+    tiles = np.unique(tile_of)
     agreeing = []
     for number, tile in enumerate(tiles.tolist(), start=1):
         later = tiles[number:]
@@ -177,11 +176,14 @@ def _agreeing(detections: Detections, is_cut: np.ndarray, tiles_xyxy: np.ndarray
     return agreeing
 
 
-def _inside_another(detections: Mapping[str, Tensor], cut: Tensor, nms_iou: float) -> Tensor:
+def _inside_another(detections: Detections, cut: Tensor, nms_iou: float, is_whole: bool = False) -> Tensor:
     """Return (K,) bool, true for a cut box if another one of its class contains `MIN_CONTAINED_SHARE` of it, is whole
     or larger, is not the same box, and is not much less sure: has at least `MIN_SCORE_RATIO` of its score, or
     `MIN_CUT_SCORE_RATIO` if it is cut too and suppression would take them for one. Works class by class, since all
-    pairs of the detections in a hundred tiles would take gigabytes."""
+    pairs of the detections in a hundred tiles would take gigabytes.
+
+    is_whole: the other one must be whole; a larger cut one does not count.
+    """
     boxes = detections["boxes"]
     scores = detections["scores"]
     inside = torch.zeros_like(cut)
@@ -194,12 +196,12 @@ def _inside_another(detections: Mapping[str, Tensor], cut: Tensor, nms_iou: floa
         high = torch.minimum(boxes[parts, None, 2:], boxes[None, others, 2:])
         shared = (high - low).clamp(min=0).prod(-1)  # (parts, others)
         is_contained = shared >= MIN_CONTAINED_SHARE * area[parts, None]
-        is_whole = ~cut[None, others] | (area[None, others] > area[parts, None])
+        shows_more = ~cut[None, others] | (area[None, others] > area[parts, None]) & (not is_whole)
         iou = shared / (area[parts, None] + area[None, others] - shared)
         least_ratio = torch.where(cut[None, others] & (iou > nms_iou), MIN_CUT_SCORE_RATIO, MIN_SCORE_RATIO)
         is_as_sure = scores[None, others] >= least_ratio * scores[parts, None]
         is_another = (parts[:, None] != others) & (iou <= SAME_BOX_IOU)
-        inside[parts] = (is_contained & is_whole & is_as_sure & is_another).any(1)
+        inside[parts] = (is_contained & shows_more & is_as_sure & is_another).any(1)
     return inside
 
 
@@ -211,4 +213,4 @@ def best_of_classes(detections: Detections, most: int) -> Detections:
     keep = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         keep[(labels == label).nonzero()[:most, 0]] = True
-    return _rows_of(detections, keep.nonzero()[:, 0])
+    return rows_of(detections, keep.nonzero()[:, 0])

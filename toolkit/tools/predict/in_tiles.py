@@ -10,12 +10,12 @@ from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import mirrored_mask, selected_masks
+from toolkit.base.masks import mirrored_mask
 from toolkit.base.progress import ShownProgress
 from toolkit.data.pipeline import tiling_of_run
 from toolkit.data.tiling import MAX_OVERLAP, Tiling, tile_hw
 from toolkit.evaluation.predictions import Detections
-from toolkit.models.joined_tiles import NMS_IOU, join_tiles
+from toolkit.models.joined_tiles import NMS_IOU, concatenated, join_tiles, rows_of
 from toolkit.models.nms import nms_by_label
 from toolkit.run.layers import layer_of
 from toolkit.run.open_run import run_folder_of
@@ -165,21 +165,14 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
 
 
 def _averaged(parts: Sequence[Detections], nms_iou: float) -> Detections:
-    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    joined = concatenated(parts)
     kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
     near = pairwise_iou(joined["boxes"][kept], joined["boxes"]) >= nms_iou
     near &= joined["labels"][kept, None] == joined["labels"][None]
     near[torch.arange(len(kept)), kept] = True
     weights = near * joined["scores"]
     boxes = weights @ joined["boxes"] / weights.sum(1, keepdim=True).clamp(min=1e-9)
-    averaged = {
-        "boxes": boxes,
-        "scores": joined["scores"][kept],
-        "labels": joined["labels"][kept],
-    }
-    if "masks" in parts[0]:
-        averaged["masks"] = selected_masks([mask for part in parts for mask in part["masks"]], kept)
-    return averaged
+    return {**rows_of(joined, kept), "boxes": boxes}
 
 
 def refuse_joining(flag: str, has_relations: bool) -> None:
