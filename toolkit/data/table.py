@@ -194,15 +194,20 @@ class DetectionTable:
 
         Raises BadInput if the file no longer has them.
         """
+        shapes = self.stored_masks(index)
+        boxes = self.columns.boxes
+        return [shapes[position] for position in boxes.extra["stored_mask"][boxes.of_image(index)].tolist()]
+
+    def stored_masks(self, index: int) -> list[Shape]:
+        """Return the masks that are stored for one image, to which `stored_mask` of its boxes refers. Raises BadInput
+        if the file no longer has them."""
         content = self._read_stored("masks", index)
         try:
-            shapes = from_bytes(content)
+            return from_bytes(content)
         except ValueError as error:
             number = self.columns.images["masks"][index, 0]
             what = f"the masks of {self.image_name(index)}"
             raise BadInput(changed_file(self.stored_files[number].path, what)) from error
-        boxes = self.columns.boxes
-        return [shapes[position] for position in boxes.extra["stored_mask"][boxes.of_image(index)].tolist()]
 
     def _read_stored(self, column: str, index: int) -> bytes:
         """Return what is stored of one image: `column` is "image" or "masks". Raises BadInput if it is gone."""

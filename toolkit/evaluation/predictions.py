@@ -24,7 +24,7 @@ from torch import Tensor
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json, write_text_atomic
-from toolkit.base.masks import Rle, column_of, rle
+from toolkit.base.masks import Rle, column_of, rle, selected_masks
 from toolkit.base.text import first_names
 from toolkit.data.table import Category, LabelledImages
 
@@ -68,13 +68,6 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
             if key in detections:
                 result[key] = detections[key][kept]
     return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in result.items()}
-
-
-def selected_masks(masks: Tensor | Sequence[Rle], rows: Tensor) -> Tensor | list[Rle]:
-    """Return the masks with these row numbers, of a tensor (K, ...) or of a list."""
-    if isinstance(masks, Tensor):
-        return masks[rows]
-    return [masks[row] for row in rows.tolist()]
 
 
 def detections_as_json(

@@ -25,6 +25,7 @@ from toolkit.tools.export.check import batches_agree, check_against_pytorch, com
 from toolkit.tools.export.exported_files import open_exported
 from toolkit.tools.export.request import ExportRequest
 from toolkit.tools.export.write import export_detector, make_graph
+from toolkit.tools.predict.in_tiles import tiled
 from toolkit.tools.predict.open import OwnDetector, open_predictor
 from toolkit.tools.predict.predictor import own_predict
 
@@ -182,3 +183,9 @@ def test_files_give_the_masks_of_postprocess(masked, tmp_path):
     largest = sorted(areas(masks, size_hw))[-3:]
     wanted = sorted(areas(rles_of(pixels), size_hw))[-3:]
     assert largest == pytest.approx(wanted, abs=3)
+    (large,) = images_of(1, side + 20, side + 30)
+    (joined,) = tiled(predictor, side).predict([large], 0.0)
+    assert len(joined["boxes"]) > 3
+    assert len(joined["masks"]) == len(joined["boxes"])
+    for mask in joined["masks"]:
+        assert mask.size_hw == (side + 20, side + 30)

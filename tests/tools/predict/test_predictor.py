@@ -11,13 +11,13 @@ from pytest import approx
 from report_data import found_of, table_of
 
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import Rle
+from toolkit.base.masks import Rle, boxes_around, rles_of
 from toolkit.data.pipeline import processor_size, val_transform
 from toolkit.data.table import Category
 from toolkit.data.transforms.geometry import input_hw
 from toolkit.evaluation.draw import picture_with_boxes
 from toolkit.evaluation.predictions import detections_as_json
-from toolkit.tools.predict.in_tiles import flipped, tiled
+from toolkit.tools.predict.in_tiles import flipped
 from toolkit.tools.predict.predict_each import predict_files, predict_table
 from toolkit.tools.predict.predictor import (
     Predictor,
@@ -243,11 +243,30 @@ def test_masks_are_pixels_and_run_lengths_in_json(with_masks):
     assert drawn.size == of_run_lengths.size
 
 
-def test_masks_go_with_their_boxes_and_are_not_merged(with_masks):
+def test_masks_go_with_their_boxes(with_masks):
     only = of_classes(with_masks, ["cup"]).predict(PICTURES, 0.0)[2]
     assert len(only["masks"]) == 6
     assert isinstance(only["masks"][0], Rle)
-    with pytest.raises(BadInput, match="masks are not merged"):
-        tiled(with_masks, 10)
-    with pytest.raises(BadInput, match="masks are not merged"):
-        flipped(with_masks)
+
+
+def test_the_mask_of_two_mirrored_detections_is_that_of_the_better_one():
+    pixels = torch.zeros(20, 30, dtype=torch.bool)
+    pixels[5:15, 2:12] = True
+
+    def predict(images, score_threshold):
+        """Is surer of a mirrored picture, and sees a row more of it."""
+        found = []
+        for image in images:
+            is_mirrored = bool(image[0, 0, -1])
+            seen = pixels.flip(-1) if is_mirrored else pixels.clone()
+            seen[15] = seen[14] & is_mirrored
+            columns = {"boxes": boxes_around(seen[None]), "labels": torch.zeros(1).long(), "masks": rles_of(seen[None])}
+            found.append(columns | {"scores": torch.tensor([0.5 + 0.1 * is_mirrored])})
+        return found
+
+    picture = torch.zeros(3, 20, 30, dtype=torch.uint8)
+    picture[:, 0, 0] = 1
+    (found,) = flipped(Predictor("test", CATEGORIES, predict, masks=True)).predict([picture], 0.0)
+    pixels[15, 2:12] = True
+    assert found["scores"].tolist() == pytest.approx([0.6])
+    assert found["masks"] == rles_of(pixels[None])

@@ -93,13 +93,10 @@ def command_for(
     settings = choice.settings | {f"data.{key}": str(value) for key, value in reading.items() if value is not None}
     if kinds:
         settings["data.on_error"] = "drop"
-    more = []
     if masks:
         script = WITH_MASKS
         settings["model.masks"] = "true"
-    if tile and masks:
-        more.append(f"tiles would help, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
-    elif tile and script != "train_sgg":
+    if tile and script != "train_sgg":
         settings["data.tile"] = str(tile)
         settings["data.tile_empty"] = str(MEASURED_EMPTY_SHARE)
     program, recipe, why = recipe_for(script)
@@ -115,7 +112,6 @@ def command_for(
         reasons.append(_held_out(settings))
     brackets = f" ({'; '.join(reasons)})" if reasons else ""
     lines = [f"not used by this command: {', '.join(choice.unused)}"] if choice.unused else []
-    lines += more
     return "\n".join([*lines, f"to train on them{brackets}:", shlex.join(words)])
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import selected_masks
 from toolkit.base.progress import ShownProgress
 from toolkit.data.decoding import ImageError, ImageProbe, decode_image, probe_image
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.predictions import Detections, joined, selected_masks
+from toolkit.evaluation.predictions import Detections, joined
 from toolkit.tools.predict.predictor import Predictor
 
 BATCH_SIZE = 8  # images
