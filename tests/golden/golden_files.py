@@ -44,12 +44,12 @@ def group(data: dict, prefix: str, after: str = ".") -> dict:
 
 
 def without_ending(names, suffix: str) -> list[str]:
-    """Those of the names that end with `suffix`, without it."""
+    """Return the names that end with `suffix`, without it."""
     return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
 
 
 def ending(folder: Path, topic: str, suffix: str, program: str = "sgg") -> list[str]:
-    """The names of a file's arrays that end with `suffix`, without it."""
+    """Return the names of a file's arrays that end with `suffix`, without it."""
     data = arrays(folder, topic, program)
     return without_ending(data, suffix)
 

@@ -744,7 +744,7 @@ def split_options(name: str, data: Arrays) -> tuple[str, dict]:
 
 
 def pointers(lists: list) -> np.ndarray:
-    """Where each list starts in their concatenation, and the end."""
+    """Return where each list starts when all are joined, and where the last one ends."""
     return np.cumsum([0, *map(len, lists)])
 
 
@@ -814,7 +814,7 @@ def check_flipped_boxes(scaled: list, sizes: list, case: Arrays) -> None:
 
 
 def drawn_relations(rows: Tensor, num_objects: int, one_of_each: bool, draws: int) -> set:
-    """What the relation matrices of all draws have, (subject, object, predicate)."""
+    """Return all relations, (subject, object, predicate), that some draw has in its matrix."""
     pairs_of_rows = as_set(rows[:, :2])
     seen = set()
     for seed in range(draws):

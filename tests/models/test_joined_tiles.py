@@ -96,7 +96,7 @@ def drawn(*rectangles):
 
 
 def seen(pixels, scores, labels):
-    """What a detector finds that sees the pixels of its objects."""
+    """Return the detections of a detector that finds exactly the pixels it is shown."""
     masks = torch.stack(pixels)
     is_seen = masks.flatten(1).any(1)
     return {

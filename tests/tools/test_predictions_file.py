@@ -44,7 +44,7 @@ def rewritten(file: Path, content) -> Path:
 
 
 def read_again(file: Path, content, table):
-    """What is read where a file has this content."""
+    """Return the predictions that are read from a file with this content."""
     return read_predictions(rewritten(file, content), table)
 
 

@@ -188,7 +188,10 @@ def _first(text: str, limit: int) -> str:
 
 def first_names(values: Sequence, most: int = 3, written: Callable[[object], str] = str) -> str:
     """Return the first values of a list for a message, and "..." for further ones."""
-    return ", ".join([*map(written, values[:most]), *["..."] * (len(values) > most)])
+    named = [written(value) for value in values[:most]]
+    if len(values) > most:
+        named.append("...")
+    return ", ".join(named)
 
 
 def size_text(size_hw: Sequence[int]) -> str:

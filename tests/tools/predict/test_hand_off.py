@@ -49,7 +49,7 @@ def test_predictions_become_a_data_set_of_fiftyone(has_masks, monkeypatch):
     fiftyone = pytest.importorskip("fiftyone", reason="fiftyone is not installed")
 
     def from_dir(dataset_type, label_field, **options):
-        """What a data set is made of, without MongoDB."""
+        """Return the samples that FiftyOne would store, without the MongoDB that it stores them in."""
         assert label_field == "predictions"
         with dataset_type().get_dataset_importer_cls()(**options) as samples:
             return list(samples)
