@@ -9,11 +9,16 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput, all_faults
 from toolkit.base.files import ROOT, distinct
-from toolkit.data.transforms.geometry import pair_hw
 from toolkit.run.settings_file import read_groups
 from toolkit.tools.doctor.inspection import inspect_tables
-from toolkit.tools.doctor.program import open_all, script_named_in, settle_flags, training_command
-from toolkit.tools.doctor.training_command import WITH_MASKS, recipe_for, size_of_recipe
+from toolkit.tools.doctor.program import (
+    open_all,
+    script_named_in,
+    settle_flags,
+    size_in_training,
+    training_command,
+)
+from toolkit.tools.doctor.training_command import WITH_MASKS, recipe_for
 from toolkit.tools.watch import resolved_settings
 
 # Those with a settings file for own data, best first on five public data sets. Equal numbers are decided by this order.
@@ -50,9 +55,9 @@ def find_candidates(options: argparse.Namespace, more: Sequence[str]) -> dict[st
     for script, config in files:
         options.script = script
         options.masks = wants_masks and script == WITH_MASKS  # others have them in their settings file
-        size_hw = pair_hw(options.image_size or size_of_recipe(config))
-        inspection = inspect_tables(tables, size_hw, compare=False)
-        command = training_command(options, sources, tables, inspection, size_hw, config)
+        size = size_in_training(options, config)
+        inspection = inspect_tables(tables, size, compare=False)
+        command = training_command(options, sources, tables, inspection, size, config)
         if isinstance(command, str):
             reasons.append(command)
         else:
