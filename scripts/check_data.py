@@ -18,31 +18,14 @@ import sys
 from pathlib import Path
 
 from toolkit.base.errors import exit_on_bad_input
-from toolkit.data.choices import CROWDS, FORMATS
-from toolkit.tools.arguments import Program, add_classes_flag, add_data_flag, whole_number
+from toolkit.tools.arguments import Program, add_reading_flags
 from toolkit.tools.doctor.choices import TRAINING
 
 
 @exit_on_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = Program(__doc__)
-    parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
-    images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
-    add_data_flag(parser, "--image-dir", help=images)
-    add_data_flag(parser, "--format", choices=FORMATS, default="auto", help="format of the data; auto recognises it")
-    add_data_flag(parser, "--name", help="hub name or folder of `datasets`, as in training")
-    faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
-    add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help=faulty)
-    depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
-    depths += "header reads sizes and ends of files; none opens no image"
-    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
-    add_classes_flag(parser)
-    add_data_flag(parser, "--white", type=int, help="value of 16-bit images that becomes white (default: 65535)")
-    parser.add_argument("--masks", action="store_true", help="read and check the masks of objects too")
-    crowds = "what boxes marked as crowd regions (iscrowd 1) are, as in training: ignored, or objects like all others"
-    add_data_flag(parser, "--crowds", choices=CROWDS, default="ignore", help=crowds)
-    side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: that of the settings file in the command)"
-    add_data_flag(parser, "--image-size", type=whole_number(1), nargs="+", help=side)
+    add_reading_flags(parser)
     parser.add_argument("--json", type=Path, help="write the findings to this file, for programs")
     pictures = "write pictures to this folder: samples of classes, positions, sizes, shapes"
     parser.add_argument("--pictures", type=Path, help=pictures)

@@ -17,14 +17,11 @@ import csv
 import itertools
 import math
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote
-
-from filelock import FileLock, Timeout
 
 from toolkit.base.errors import BadInput, Preempted, exit_on_bad_input
 from toolkit.base.files import write_json_atomic
@@ -32,10 +29,10 @@ from toolkit.base.imports import import_extra
 from toolkit.base.signals import StopSignals
 from toolkit.base.text import as_cell, in_utf_8
 from toolkit.run.settings_file import CONFIG_FILE, read_groups
-from toolkit.run.status import LOCK_FILE
 from toolkit.tools.arguments import Program, whole_number
+from toolkit.tools.sweeps.locks import locked, wait_until_free
 from toolkit.tools.sweeps.sweep_file import Parameter, Sweep, read_sweep
-from toolkit.tools.watch import POLL_S, WatchedRun
+from toolkit.tools.watch import WatchedRun
 
 MAX_SEED = 2**32 - 1  # of the samplers of Optuna
 HOPELESS = 3  # failed trials without a successful one
@@ -82,22 +79,6 @@ def suggest(trial, name: str, p: Parameter):
 
 
 @contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Return a context in which this process holds the lock of the file `path`, and whose value is True. If another
-    process holds the lock, wait for it; without `wait`, run the block without the lock, with the value False.
-
-    The kernel releases the lock when the process dies.
-    """
-    with ExitStack() as held:
-        try:
-            held.enter_context(FileLock(path, timeout=-1 if wait else 0, thread_local=False, fallback_to_soft=False))
-        except Timeout:
-            yield False
-            return
-        yield True
-
-
-@contextmanager
 def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict]) -> Iterator:
     """Yield the next trial to train, with its lock held: one that a killed worker has left unfinished, else a new one.
     Yield None if `limit` trials have already begun.
@@ -123,20 +104,6 @@ def next_trial(optuna: ModuleType, study, out: Path, limit: int, grid: list[dict
                 trial = study.ask()
                 held.enter_context(locked(out / "locks" / f"{trial.number:05d}"))
         yield trial
-
-
-def wait_until_free(folder: Path, signals: StopSignals) -> None:
-    """Wait until no process trains in the run folder any more. A training can outlive its killed worker; it ends by
-    itself, and what it saves is used. Stop waiting when a signal arrives."""
-    announced = False
-    while (folder / LOCK_FILE).exists() and not signals.received:
-        with locked(folder / LOCK_FILE, wait=False) as free:
-            if free:
-                return
-        if not announced:
-            print(f"{folder.name} is still being trained by a process that a worker left; waiting", flush=True)
-        announced = True
-        time.sleep(POLL_S)
 
 
 def run_trial(optuna: ModuleType, study, trial, sweep: Sweep, out: Path, signals: StopSignals) -> None:

@@ -83,6 +83,7 @@ if importlib.util.find_spec("openvino") is None:
 # Programs that work for long once they have parsed and checked all: they end there.
 ENDS_EARLY = {
     "benchmark": "measures for minutes; tests/scripts/test_benchmark.py runs its benches",
+    "choose": "starts many trainings",
     "find_batch_size": "looks for the limit of a GPU's memory",
     "find_rate": "trains a hundred steps in a process of its own",
     "sweep": "starts many trainings",

@@ -18,6 +18,7 @@ VAL = "data/annotations/val.json"
 # By program: the arguments of a good call.
 BASES = {
     "check_data": {"source": [VAL]},
+    "choose": {"source": ["data"], "--minutes": ["1"], "--out": ["written"]},
     "convert": {"source": [VAL], "target": ["written"], "--to": ["coco"]},
     "evaluate": {"run": ["runs/run"]},
     "export": {"model": ["runs/run"], "--out": ["written"]},
@@ -80,12 +81,17 @@ def replace_what_takes_long() -> None:
     import find_rate
     import sweep
 
+    from toolkit.tools.sweeps import candidates, choice
+
     bench = lambda **_: [{"name": "nothing", "value": 1.0, "unit": "s"}]  # noqa: E731
     benchmark.BENCHES = tuple((name, bench, {}) for name, *_ in benchmark.BENCHES)
     export.write_and_check = _done
     find_batch_size.obstacle = lambda *_: ""
     find_rate.WatchedRun = _done
     sweep.run_trial = _done
+    groups = {"model": {"architecture": "ssd"}, "eval": {"metric_for_best": "bbox_AP"}}
+    candidates.resolved_settings = lambda *_: groups
+    choice.run_rounds = _done
 
 
 def stop_before_the_first_step() -> None:

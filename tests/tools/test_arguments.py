@@ -15,6 +15,7 @@ PROGRAMS = (
     ("report", "toolkit.tools.report.program.report", "run other", "--trust|--out found", "sources"),
     ("export", "toolkit.tools.export.program.export", "run", "--formats onnx torch|--trust|--out found", "model"),
     ("check_data", "toolkit.tools.doctor.program.check_data", "a b", "--anchors|--json x", "source"),
+    ("choose", "choose.choose", "a b", "--minutes 5|--offline", "source"),
     ("sweep", "sweep.run_sweep", "sweep.yaml", "--seed 1|--out found", "sweep"),
 )
 

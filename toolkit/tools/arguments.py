@@ -15,7 +15,7 @@ import yaml
 from toolkit.base.errors import BadInput
 from toolkit.base.files import parse_yaml
 from toolkit.base.text import did_you_mean, shown
-from toolkit.data.choices import FORMATS
+from toolkit.data.choices import CROWDS, FORMATS
 from toolkit.run.synonyms import other_name
 
 
@@ -222,6 +222,27 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
             add_data_flag(parser, name, **MODEL_FLAGS[name])
         else:
             parser.add_argument(name, **MODEL_FLAGS[name])
+
+
+def add_reading_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the data that are inspected before a training, and the flags that say how they are read."""
+    parser.add_argument("source", nargs="+", help="folder, annotation files, or names of splits, as --data.train")
+    images = "folder, archive or URL that file names are relative to; may be repeated (default: looked for)"
+    add_data_flag(parser, "--image-dir", help=images)
+    add_data_flag(parser, "--format", choices=FORMATS, default="auto", help="format of the data; auto recognises it")
+    add_data_flag(parser, "--name", help="hub name or folder of `datasets`, as in training")
+    faulty = "as --data.on_error in training; with drop, faulty records count as warnings"
+    add_data_flag(parser, "--on-error", choices=("raise", "drop"), default="raise", help=faulty)
+    depths = "full decodes every image and compares them all; auto does so where no split has more than 20,000 images; "
+    depths += "header reads sizes and ends of files; none opens no image"
+    parser.add_argument("--check-images", choices=("auto", "full", "header", "none"), default="auto", help=depths)
+    add_classes_flag(parser)
+    add_data_flag(parser, "--white", type=int, help="value of 16-bit images that becomes white (default: 65535)")
+    parser.add_argument("--masks", action="store_true", help="read and check the masks of objects too")
+    crowds = "what boxes marked as crowd regions (iscrowd 1) are, as in training: ignored, or objects like all others"
+    add_data_flag(parser, "--crowds", choices=CROWDS, default="ignore", help=crowds)
+    side = "image size in pixels in training, SIDE or HEIGHT WIDTH (default: that of the settings file in the command)"
+    add_data_flag(parser, "--image-size", type=whole_number(1), nargs="+", help=side)
 
 
 def add_classes_flag(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,15 @@ from toolkit.tools.doctor.choices import TRAINING
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables, query_notes
 from toolkit.tools.doctor.mask_advice import all_have_masks, few_enough
 from toolkit.tools.doctor.tile_advice import nominal_hw
-from toolkit.tools.doctor.training_command import WITH_MASKS, Source, command_for, recipe_for, size_of_recipe, tile_of
+from toolkit.tools.doctor.training_command import (
+    WITH_MASKS,
+    Source,
+    TrainingCommand,
+    command_for,
+    recipe_for,
+    size_of_recipe,
+    tile_of,
+)
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
 MAX_OF_A_GROUP = 4  # images of a group that look alike, on the console
@@ -36,18 +44,16 @@ def check_data(options: argparse.Namespace) -> int:
 
     The code is 0 if nothing is wrong, 1 for warnings, 2 for errors. Raises BadInput for data that cannot be read.
     """
-    if len(options.image_size or []) == 1:
-        options.image_size = options.image_size[0]
+    settle_flags(options)
     logging.disable(logging.WARNING)  # the summary of warnings is in the report
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported
     if options.fix and options.fix.exists() and (not options.fix.is_dir() or any(options.fix.iterdir())):
         raise BadInput(f"--fix {options.fix}: not an empty folder; give a new one")
-    options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
     tables, sources = open_all(options)
     found_masks = objects_have_masks(options, tables)
     options.masks |= found_masks
     program, recipe, _ = recipe_for(WITH_MASKS if options.masks else options.script)
-    size = processor_size(options.image_size, [], 0) if options.image_size else size_of_recipe(recipe)
+    size = size_in_training(options, recipe)
     decoded = all(choose_check_depth(options.check_images, len(table), table.name)[0] for table in tables.values())
     inspection = inspect_tables(tables, size, compare=decoded)
     if Path(program).stem == "train_detr":
@@ -77,6 +83,18 @@ def check_data(options: argparse.Namespace) -> int:
     print(f"\n{training_command(options, sources, tables, inspection, size)}")
     records = any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings)
     return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
+
+
+def settle_flags(options: argparse.Namespace) -> None:
+    """Replace the words of `--check-images` and `--image-size` by what readers take."""
+    options.check_images = CHECK_IMAGES.get(options.check_images, options.check_images)
+    if len(options.image_size or []) == 1:
+        options.image_size = options.image_size[0]
+
+
+def size_in_training(options: argparse.Namespace, config: str) -> dict[str, int]:
+    """Return what `--image-size`, else a settings file, resizes images to; see `processor_size`."""
+    return processor_size(options.image_size, [], 0) if options.image_size else size_of_recipe(config)
 
 
 def open_all(
@@ -170,7 +188,7 @@ def data_settings(config: str, script: str | None = None):
     try:
         text = Path(config).read_text(encoding="utf-8")
         values = (parse_yaml(text) or {}).get("data", {})
-        script_name = script or next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
+        script_name = script or script_named_in(text)
         if script_name is None and "recipe" not in values:
             raise BadInput(
                 f"--augment {config}: the file names no training script, whose defaults decide the recipe; "
@@ -181,6 +199,11 @@ def data_settings(config: str, script: str | None = None):
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, AttributeError) as error:
         expected = "expected a settings file of training with a group `data`"
         raise BadInput(f"--augment {config}: {expected}: {error}") from error
+
+
+def script_named_in(text: str) -> str | None:
+    """Return the name of the training script that the text of a settings file names first; None: it names none."""
+    return next(iter(re.findall(rf"\b({'|'.join(TRAINING)})\.py", text)), None)
 
 
 def draw_augmented(config: str, script: str | None, table: DetectionTable, file: Path) -> Path:
@@ -205,9 +228,10 @@ def training_command(
     tables: dict[str, DetectionTable],
     inspection: Inspection,
     size: Mapping[str, int],
-) -> str:
+    config: str | None = None,
+) -> TrainingCommand | str:
     """Return the command that trains on these data with the options given, or a sentence on why there is no such
-    command."""
+    command. config: see `command_for`."""
     if options.script == "train_sgg" and not any(table.predicates for table in tables.values()):
         return "train_sgg needs relations, and these data have none; docs/scene_graph_data.md says how they are written"
     reading = {"name": options.name, "image_size": options.image_size, "white": options.white}
@@ -216,7 +240,8 @@ def training_command(
     reading["crowds"] = None if options.crowds == "ignore" else options.crowds
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     reading["classes"] = written_class_map(options.classes) if options.classes else None
-    return command_for(sources, inspection, reading, options.script, options.masks, tile_of(inspection, size))
+    tile = tile_of(inspection, size)
+    return command_for(sources, inspection, reading, options.script, options.masks, tile, config)
 
 
 def objects_have_masks(options: argparse.Namespace, tables: dict[str, DetectionTable]) -> bool:

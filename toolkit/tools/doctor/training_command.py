@@ -62,6 +62,17 @@ class Choice:
     unused: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A command that trains: its words, and the lines to print before it."""
+
+    words: list[str]
+    remarks: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.remarks, shlex.join(self.words)])
+
+
 def command_for(
     sources: Sequence[Source],
     inspection: Inspection,
@@ -69,7 +80,8 @@ def command_for(
     script: str | None,
     masks: bool = False,
     tile: int | None = None,
-) -> str:
+    config: str | None = None,
+) -> TrainingCommand | str:
     """Return the command that trains on these data on this machine, or a sentence that says why there is none.
 
     Args:
@@ -79,6 +91,7 @@ def command_for(
         script: name of the training script; None: the script that suits this machine.
         masks: whether to train masks too.
         tile: side of the tiles in pixels that pay for the training data; None: none do.
+        config: settings file of `script`; None: that for own data which suits this machine.
     """
     if masks and script not in (None, WITH_MASKS):
         return f"the settings file of {script} for own data trains only boxes; that of {WITH_MASKS} trains masks too"
@@ -100,19 +113,22 @@ def command_for(
         settings["data.tile"] = str(tile)
         settings["data.tile_empty"] = str(MEASURED_EMPTY_SHARE)
     program, recipe, why = recipe_for(script)
+    if config is not None:
+        recipe = config
+        why = ""
     if "data.image_size" in settings and _data_of(recipe).get("scales"):
         settings["data.scales"] = "[]"  # which would count instead of the size
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():
         words += [f"--{key}", value]
     name = "shapes" if reading.get("format") == "shapes" else reading.get("name")
-    words += ["--run.name", _name_of_run(sources, name)]
+    words += ["--run.name", name_of_run(sources, name)]
     reasons = [why] if why else []
     if settings.get("data.val") == "0.2":
         reasons.append(_held_out(settings))
     brackets = f" ({'; '.join(reasons)})" if reasons else ""
     lines = [f"not used by this command: {', '.join(choice.unused)}"] if choice.unused else []
-    return "\n".join([*lines, f"to train on them{brackets}:", shlex.join(words)])
+    return TrainingCommand(words, [*lines, f"to train on them{brackets}:"])
 
 
 def choose(sources: Sequence[Source], has_name: bool = False) -> Choice | str:
@@ -194,7 +210,7 @@ def tile_of(inspection: Inspection, size: Mapping[str, int]) -> int | None:
     return max(nominal_hw(size)) if pays else None
 
 
-def _name_of_run(sources: Sequence[Source], name: object) -> str:
+def name_of_run(sources: Sequence[Source], name: object) -> str:
     """Return the name of the data: `name`, or that of the first source, or of the nearest folder around it that says
     more than "train" or "annotations" do."""
     path = Path(sources[0].given).expanduser().resolve()

@@ -69,8 +69,7 @@ class Comparison:
     Attributes:
         judged: the statistics of each detector.
         differences: differences between each other detector and the first, for all metrics.
-        images: rows of the images whose F1, at each detector's own threshold, differs most between the first and the
-            last detector.
+        images: rows of the images whose F1, at each detector's own threshold, differs most between two detectors.
         groups: {names of at least two runs that differ only in their seed: {metric: (mean, standard deviation)}}.
     """
 
@@ -93,7 +92,7 @@ def compare(judged: Sequence[Judgement], images: int = 8) -> Comparison:
                 "numbers on the same data can be compared; give one data set for all (--split)"
             )
     differences = [paired_difference(first, other, metric) for other in judged[1:] for metric in first.numbers]
-    changed = abs(judged[-1].image_f1 - first.image_f1)
+    changed = np.ptp([judgement.image_f1 for judgement in judged], axis=0)
     order = np.argsort(-changed, kind="stable")[:images]
     images_changed = [int(i) for i in order if changed[i] > 0]
     return Comparison(
@@ -264,7 +263,8 @@ def classes(c: Comparison) -> str:
 
 
 def changed(c: Comparison, maker: PictureMaker) -> str:
-    """Return HTML with the images that differ most between the first and the last detector; "" if none can be shown."""
-    pair = (c.judged[0], c.judged[-1])
-    shown = pictures([whole_image(j, maker, image, f"{j.name}, ") for image in c.images for j in pair])
+    """Return HTML with the images that differ most between two detectors, a row for each; "" if none can be shown."""
+    shown = ""
+    for image in c.images:
+        shown += pictures([whole_image(j, maker, image, f"{j.name}, ") for j in c.judged])
     return LEGEND_OF_IMAGES + shown if shown else ""

@@ -7,11 +7,11 @@ from accelerate import Accelerator
 
 from toolkit.base.errors import BadInput
 from toolkit.run.open_run import run_folder_of
-from toolkit.tools.predict.predict_split import SplitOptions, open_any
+from toolkit.tools.predict.predict_split import Predicted, SplitOptions, open_any
 from toolkit.tools.report import PREDICTIONS
 from toolkit.tools.report.comparison import settings_without_seed
-from toolkit.tools.report.facts import read_records, run_facts
-from toolkit.tools.report.judgement import judge
+from toolkit.tools.report.facts import RunFacts, read_records, run_facts
+from toolkit.tools.report.judgement import Judgement, judge
 from toolkit.tools.report.write import write_comparison, write_page
 
 
@@ -27,10 +27,7 @@ def report(arguments: argparse.Namespace) -> Path:
     for source, name in zip(arguments.sources, names, strict=True):
         predicted = open_any(_file_of_run(source, arguments.weights, options), arguments.weights, options, accelerator)
         accelerator.print(f"{name}: judging {len(predicted.table)} images")
-        run = run_facts(predicted.run_folder)
-        about = predicted.about | {"settings_without_seed": settings_without_seed(run.config)}
-        about["precision"] = run.config.get("run", {}).get("precision")
-        judged.append((predicted, run, judge(name, predicted.predictions, predicted.table, about)))
+        judged.append((predicted, *judged_of(name, predicted)))
     if len(judged) > 1:
         return write_comparison(arguments.out or Path("report_comparison"), [judgement for *_, judgement in judged])
     predicted, run, judgement = judged[0]
@@ -38,6 +35,17 @@ def report(arguments: argparse.Namespace) -> Path:
     of_a_run = predicted.run_folder is not None
     beside = predicted.run_folder / "report" if of_a_run else source.with_name(f"{source.stem}_report")
     return write_page(arguments.out or beside, judgement, run, judgement.name)
+
+
+def judged_of(name: str, predicted: Predicted) -> tuple[RunFacts, Judgement]:
+    """Return the facts about the run of some predictions, which are empty if there is none, and their statistics.
+
+    name: name of the detector, for people.
+    """
+    run = run_facts(predicted.run_folder)
+    about = predicted.about | {"settings_without_seed": settings_without_seed(run.config)}
+    about["precision"] = run.config.get("run", {}).get("precision")
+    return run, judge(name, predicted.predictions, predicted.table, about)
 
 
 def _file_of_run(source: str, weights: str | None, options: SplitOptions) -> Path | str:

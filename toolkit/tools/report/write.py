@@ -77,9 +77,15 @@ def _sections_of_given_boxes(judged: Judgement, run: RunFacts, folder: Path) -> 
     ]
 
 
-def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
+def write_comparison(
+    folder: Path, judged: Sequence[Judgement], title: str = "", head: Sequence[tuple[str, str, str]] = ()
+) -> Path:
     """Write `index.html` with several detectors side by side to a folder, and `report.json` with their numbers and
     differences; return `index.html`.
+
+    Args:
+        title: title of the page; "": the names of the detectors.
+        head: sections that come first, as `page` takes them.
 
     Raises:
         BadInput: the detectors were judged on different data.
@@ -90,6 +96,7 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
     maker = PictureMaker(judged[0].table, folder)
     changed = comparison.changed(c, maker)
     parts = [
+        *head,
         ("summary", "Summary", comparison.verdict(c)),
         ("numbers", "Numbers", comparison.numbers_side_by_side(c)),
         ("differences", "Differences", comparison.differences(c)),
@@ -97,7 +104,7 @@ def write_comparison(folder: Path, judged: Sequence[Judgement]) -> Path:
         ("classes", "By class", comparison.classes(c)),
         ("images", "Images that changed most", changed + maker.notes()),
     ]
-    title = "Comparison of " + ", ".join(judgement.name for judgement in judged)
+    title = title or "Comparison of " + ", ".join(judgement.name for judgement in judged)
     lines = [f"Evaluated on {_counts(judged[0])}.", _data(judged[0])]
     write_text_atomic(folder / PAGE_FILE, page(title, lines, parts))
     differences = [

@@ -1,1 +1,1 @@
-"""Sweeps: many runs with different settings, described in one file."""
+"""Many runs: sweeps, whose settings a file describes, and the choice among detectors."""

@@ -1,0 +1,89 @@
+"""The page of a choice: the winner, what is not decided, and how long it is worth training."""
+
+import re
+
+import pytest
+from pretended_training import PretendedRun
+
+from toolkit.base.signals import StopSignals
+from toolkit.tools.shapes import make_shapes
+from toolkit.tools.sweeps import answer
+from toolkit.tools.sweeps import choice as choices
+from toolkit.tools.sweeps.answer import doublings_worth, gain_of_doubling, licence_of, write_answer
+
+SKILLS = {"poor": "0.2", "equal": "-0.9", "best": "1", "broken": "fail"}
+MEASURED = {"PyTorch": 20.0, "ONNX": 30.0, "MB": 10.0, "training_MB": 900.0}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """(the text of the answer, the page) of a choice by pretended trainings."""
+    folder = tmp_path_factory.mktemp("choice")
+    make_shapes(folder / "shapes", train_images=1, val_images=20, image_size=64)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PretendedRun, "data", folder / "shapes")
+        patched.setattr(choices, "WatchedRun", PretendedRun)
+        patched.setattr(choices, "POLL_S", 0)
+        patched.setattr(answer, "measure", lambda run, table: dict(MEASURED))
+        commands = {
+            name: ["scripts/train_ssd.py", skill, "--eval.test_split", "test"] for name, skill in SKILLS.items()
+        }
+        choice = choices.open_choice(folder / "out", {"minutes": 2.0, "devices": 1}, lambda: commands, "AP")
+        choices.run_rounds(choice, [""], StopSignals(), print)
+        text, file = write_answer(choice)
+    return text, file.read_text()
+
+
+def test_the_answer_names_the_winner_and_what_is_not_decided(page):
+    text, html = page
+    assert text.startswith("best: AP 0.")
+    assert "Not decided yet: than equal in the same minutes, it is better by" in text
+    assert "Stopped, as they were worse in an earlier round, which chance does not explain: poor." in text
+    assert "Failed, so nothing is known of them: broken." in text
+    assert re.findall('<section id="(.*?)">', html)[:4] == ["answer", "candidates", "rounds", "summary"]
+    assert "docs/results.md, Against other programs" in html
+
+
+def test_the_command_goes_on_for_as_long_as_is_worth_it(page):
+    command = page[0].splitlines()[-1]
+    assert command.startswith("accelerate launch ")
+    assert "scripts/train_ssd.py --config" in command
+    assert "--run.resume latest --run.resume_schedule new --run.max_minutes " in command
+    assert command.endswith("--run.eval_every '1 epoch' --eval.test_split test")
+    minutes = float(re.search(r"max_minutes (\S+)", command)[1])
+    assert minutes > 0.75
+
+
+def test_each_candidate_has_its_row_and_its_pictures(page):
+    html = page[1]
+    table = html.partition('<section id="candidates">')[2].partition("</section>")[0]
+    rows = re.findall("<tr><td class=text>(.*?)</td>", table)
+    assert rows == ["best", "equal", "poor"]
+    assert table.count("yours (random weights)") == 3
+    assert "against speed" in table
+    pictures = re.findall("<div class=pictures>(.*?)</div>", html)
+    assert len(pictures) == 8
+    assert all(row.count("<figure") == 3 for row in pictures)
+
+
+@pytest.mark.parametrize(("gain", "times"), [(-0.1, 0), (0.009, 0), (0.02, 1), (0.045, 2), (5.0, 4)])
+def test_minutes_are_doubled_while_each_doubling_brings_a_point(gain, times):
+    assert doublings_worth(gain) == times
+
+
+def test_the_slope_is_that_of_a_doubling():
+    assert gain_of_doubling([(1.0, 0.1), (2.0, 0.3), (8.0, 0.5)]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "licence"),
+    [
+        ({"pretrained": "PekingU/rtdetr_v2_r18vd"}, "see huggingface.co/PekingU/rtdetr_v2_r18vd"),
+        ({"pretrained": "weights/of/frcnn.pth"}, "of the publisher of frcnn.pth"),
+        ({"pretrained_backbone": True, "backbone": "resnet50"}, "apache-2.0"),
+        ({"pretrained_backbone": True, "backbone": "mobilevit_s"}, "cvnets-license"),
+        ({"pretrained_backbone": False, "backbone": "resnet50"}, "yours (random weights)"),
+    ],
+)
+def test_the_licence_is_that_of_the_first_weights(model, licence):
+    assert licence_of(model) == licence

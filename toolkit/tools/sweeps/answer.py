@@ -1,0 +1,205 @@
+"""The answer of a choice: which detector, why, what is not decided, and the command that trains it further; on a page.
+
+The page is the comparison of runs (`toolkit.tools.report`), with the answer at its head.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import timm
+
+from toolkit.base.distributed import default_device
+from toolkit.base.errors import BadInput
+from toolkit.base.files import shown_path
+from toolkit.run.metrics_log import read_metrics
+from toolkit.run.open_run import may_be_of_hub
+from toolkit.run.settings import RunConfig
+from toolkit.run.settings_file import newest_config, read_settings
+from toolkit.run.status import read_status
+from toolkit.tools.export.judge import latency, write_and_check
+from toolkit.tools.export.request import EXPORTED_FILES, ExportRequest
+from toolkit.tools.predict.open import open_own_detector, open_predictor
+from toolkit.tools.report.charts import ChartLine, LineChart
+from toolkit.tools.report.comparison import paired_difference
+from toolkit.tools.report.facts import command_that_goes_on
+from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.page import Html, charts, number, paragraph, table, with_interval
+from toolkit.tools.report.write import write_comparison
+from toolkit.tools.sweeps.candidates import MINUTES_ALONE, PRIOR
+from toolkit.tools.sweeps.choice import Choice, judgement_of
+
+IMAGES_OF_EXPORT = 4  # that an exported file is compared on
+WORTH = 0.01  # of the metric, that a doubling of the minutes must bring
+MAX_DOUBLINGS = 4
+
+
+def write_answer(choice: Choice) -> tuple[str, Path]:
+    """Write the page on a choice whose rounds are over; return the answer as text, and the page."""
+    best_first = dict.fromkeys(name for of_round in choice.rounds[::-1] for name in of_round["values"])
+    judged = [judgement_of(choice, name) for name in best_first if name not in choice.failed]
+    winner = judged[0].name
+    measured = {judgement.name: measure(choice.folder / judgement.name, judgement.table) for judgement in judged}
+    sentences = answer(choice, judged)
+    more, command = go_on(choice, winner)
+    shown = "".join(map(paragraph, [*sentences, more])) + f"<pre>{escape(command)}</pre>"
+    head = [
+        ("answer", "Answer", f"<div class=advice>{shown}</div>"),
+        ("candidates", "Candidates", _candidates(choice, judged, measured)),
+        ("rounds", "Rounds", _rounds(choice)),
+    ]
+    page = write_comparison(choice.folder, judged, f"Which detector? {winner}", head)
+    return "\n".join([*sentences, more, command]), page
+
+
+def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
+    """Return sentences on the winner, the first of `judged`: its metric, whom it beats, and who may be as good."""
+    winner = judged[0]
+    last = choice.rounds[-1]
+    value = with_interval(last["values"][winner.name], last["intervals"][winner.name])
+    sentences = [f"{winner.name}: {choice.metric} {value} after {last['minutes']:g} minutes of training."]
+    stopped = []
+    for other in judged[1:]:
+        difference = paired_difference(other, winner, choice.metric)
+        if other.name not in last["values"]:
+            stopped.append(other.name)
+        elif difference is not None:
+            beginning = "Not decided yet: t" if difference.chance else "T"
+            sentences.append(f"{beginning}han {other.name} in the same minutes, it is {difference.in_words()}.")
+    if stopped:
+        why = "worse in an earlier round, which chance does not explain"
+        sentences.append(f"Stopped, as they were {why}: {', '.join(stopped)}.")
+    if choice.failed:
+        sentences.append(f"Failed, so nothing is known of them: {', '.join(choice.failed)}.")
+    return sentences
+
+
+def go_on(choice: Choice, name: str) -> tuple[str, str]:
+    """Return a sentence on how long the winner is worth training, by the slope of its curve, and the command for it."""
+    points = [(of_round["minutes"], of_round["values"][name]) for of_round in choice.rounds]
+    gain = gain_of_doubling(points)
+    times = doublings_worth(gain)
+    folder = choice.folder / name
+    last = f"Between the last two rounds, a doubling of its minutes brought {gain:+.3f} {choice.metric}."
+    if not times:
+        words = ["python", "scripts/predict.py", shown_path(folder), "photo.jpg", "--out", "found"]
+        return f"{last} More minutes are hardly worth it; it predicts with:", " ".join(words)
+    minutes = points[-1][0] * 2**times
+    flags = ["--run.resume", "latest", "--run.resume_schedule", "new", "--run.max_minutes", f"{minutes:g}"]
+    flags += ["--run.eval_every", str(RunConfig.eval_every)]
+    words = choice.candidates[name]
+    test_split = words[words.index("--eval.test_split") + 1]  # of the data; that of the candidates, null, comes last
+    if test_split != MINUTES_ALONE["eval.test_split"]:
+        flags += ["--eval.test_split", test_split]
+    expected = f"If each further one brings half of the one before, {minutes:g} minutes in all are worth it:"
+    return f"{last} {expected}", command_that_goes_on(flags, words, newest_config(folder))
+
+
+def gain_of_doubling(points: Sequence[tuple[float, float]]) -> float:
+    """Return what a doubling of the minutes brought between the last two of (minutes, metric)."""
+    (earlier, before), (later, after) = points[-2:]
+    return (after - before) / math.log2(later / earlier)
+
+
+def doublings_worth(gain: float) -> int:
+    """Return how often the minutes are worth doubling if the last doubling brought `gain`, and each further one brings
+    half of the one before."""
+    if gain < WORTH:
+        return 0
+    return min(MAX_DOUBLINGS, math.floor(math.log2(gain / WORTH)))
+
+
+def measure(folder: Path, table) -> dict:
+    """Measure a trained candidate on this machine.
+
+    Returns:
+        images/s, one at a time, from pixels to boxes, as "PyTorch" and, if it can be exported, "ONNX" (on the CPU),
+        else the reason as "obstacle"; "MB" of its weights; "training_MB", the peak memory of its training.
+    """
+    few = table.select(np.arange(min(len(table), IMAGES_OF_EXPORT)))
+    found = {"PyTorch": 1000 / latency(open_predictor(folder, device=default_device()), few)}
+    exported = folder / "exported"
+    request = ExportRequest(formats=("onnx",))
+    try:
+        _, problems = write_and_check(open_own_detector(folder), few, exported, request, say=lambda text: None)
+        if problems:
+            raise BadInput("; ".join(problems.values()))
+        found["ONNX"] = 1000 / latency(open_predictor(exported / EXPORTED_FILES["onnx"]), few)
+    except BadInput as error:
+        found["obstacle"] = str(error)
+    found["MB"] = sum(path.stat().st_size for path in (folder / "final").glob("*.safetensors")) / 1e6
+    rows = read_metrics(folder / "metrics.jsonl")
+    peaks = [value for row in rows for key, value in row.items() if key.endswith("/peak_mb")]
+    found["training_MB"] = max(peaks, default=None)
+    return found
+
+
+def licence_of(model: Mapping) -> str:
+    """Return the licence of the weights that a training began with, or the page that says it. model: its settings."""
+    backbone = model.get("pretrained_backbone")
+    name = model.get("pretrained") or (backbone if isinstance(backbone, str) else None)
+    if name is not None:
+        return f"see huggingface.co/{name}" if may_be_of_hub(str(name)) else f"of the publisher of {Path(name).name}"
+    if not backbone:
+        return "yours (random weights)"
+    about = timm.get_pretrained_cfg(model["backbone"])
+    return (about and about.license) or f"see huggingface.co/timm/{model['backbone']}"
+
+
+def _candidates(choice: Choice, judged: Sequence[Judgement], measured: Mapping[str, Mapping]) -> str:
+    """Return HTML with a table of the candidates, and a chart of the metric against speed."""
+    rows = []
+    lines = []
+    for i, judgement in enumerate(judged):
+        folder = choice.folder / judgement.name
+        of_it = measured[judgement.name]
+        of_classes = judgement.class_ap if judgement.class_mask_ap is None else judgement.class_mask_ap
+        worst = "–"
+        if np.isfinite(of_classes).any():
+            label = int(np.nanargmin(of_classes))
+            worst = f"{judgement.matches.class_names[label]} {of_classes[label]:.3f}"
+        metrics = dict.fromkeys((choice.metric, "AP", "AP50", "APs"))
+        values = []
+        for key in metrics:
+            value = with_interval(judgement.numbers[key], judgement.intervals[key])
+            values.append(Html(value.replace(" to ", "&nbsp;to&nbsp;")))
+        trained = f"{_minutes(choice, judgement.name):g}, {read_status(folder).get('step', 0):,}"
+        speeds = [number(of_it.get(key), 1) for key in ("PyTorch", "ONNX")]
+        sizes = ", ".join(number(of_it.get(key), 0) for key in ("MB", "training_MB"))
+        licence = licence_of(read_settings(newest_config(folder))["model"])
+        rows.append((judgement.name, *values, worst, trained, *speeds, sizes, licence))
+        lines.append(ChartLine(judgement.name, [of_it["PyTorch"]], [judgement.numbers[choice.metric]], i, dots=True))
+    head = ["", *metrics, "worst class", "minutes, steps", "images/s, PyTorch", "ONNX", "MB"]
+    notes = [f"{name} has no ONNX file: {of_it['obstacle']}" for name, of_it in measured.items() if "obstacle" in of_it]
+    device = default_device().type
+    notes.append(
+        f"images/s: one image at a time, from pixels to boxes, on this machine ({device}; ONNX on its CPU). "
+        "MB: the file of the weights, and the peak of its training. Licence: of the weights that training began with."
+    )
+    speed = LineChart(f"{choice.metric} against speed", lines, "images/s in PyTorch", (0, None), (0, None))
+    shown = table([*head, "licence"], rows, text=(0, len(metrics) + 1, len(head)))
+    return shown + "".join(paragraph(note, "dim") for note in notes) + charts([speed])
+
+
+def _minutes(choice: Choice, name: str) -> float:
+    return max(of_round["minutes"] for of_round in choice.rounds if name in of_round["values"])
+
+
+def _rounds(choice: Choice) -> str:
+    """Return HTML with a table of what each round has decided."""
+    rows = []
+    for i, of_round in enumerate(choice.rounds, 1):
+        for name, value in of_round["values"].items():
+            goes_on = "goes on" if name in of_round["stays"] else "stops"
+            goes_on = "" if i == len(choice.rounds) else goes_on
+            rows.append(
+                (i, f"{of_round['minutes']:g}", name, with_interval(value, of_round["intervals"][name]), goes_on)
+            )
+    text = (
+        "After a round, the worse half stops, except those whose difference from the best may be chance. Equal numbers "
+        f"are decided by the order of the candidates: what was better on public data sets first ({PRIOR}). The "
+        "validation images have chosen the winner, so its numbers are a little too good; those of a test split are not."
+    )
+    return table(["round", "minutes", "", choice.metric, ""], rows, text=(2, 4)) + paragraph(text, "dim")

@@ -1,0 +1,273 @@
+"""Chooses among detectors by successive halving (Jamieson & Talwalkar 2016): all train for a share of the minutes, the
+worse half stops, the others go on.
+
+The state on disk is the run folders of the candidates, and `choice.json` with what was asked for and the rounds that
+are over. What comes next follows from these alone, so a kill changes nothing.
+
+**Learning rates.** Each round is a training of its own length: its schedule ends with the round, and the next round is
+an extension with a new schedule (`--run.resume_schedule new`), as of any run that has ended. So a round judges weights
+that are as good as its minutes make them, as they would be deployed. In the middle of one schedule for all minutes,
+detectors with averaged weights or a fast decay would look better than they are, and the rounds would say nothing about
+what more minutes bring. A training that is interrupted inside a round keeps its schedule, and resumes bit for bit.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from toolkit.base.errors import BadInput, Preempted
+from toolkit.base.files import read_json, read_json_object, write_json_atomic
+from toolkit.base.signals import StopSignals
+from toolkit.evaluation.predictions import PREDICTIONS
+from toolkit.run.checkpoint import linked
+from toolkit.run.checkpoint_content import STATE_FILE
+from toolkit.run.status import read_status
+from toolkit.tools.predict.predict_split import SplitOptions, open_predictions_file
+from toolkit.tools.report.comparison import MetricDifference, paired_difference
+from toolkit.tools.report.judgement import Judgement
+from toolkit.tools.report.page import with_interval
+from toolkit.tools.report.program import judged_of
+from toolkit.tools.sweeps.locks import wait_until_free
+from toolkit.tools.watch import POLL_S, WatchedRun
+
+CHOICE_FILE = "choice.json"
+
+
+@dataclass
+class Choice:
+    """A choice among candidates, as its folder holds it.
+
+    Attributes:
+        asked: what the command asked for, by name; the same command goes on.
+        candidates: the words of the command that trains each candidate, from its script on, by name; the order decides
+            between equal numbers.
+        metric: the metric that decides, such as "AP", see `Judgement.numbers`.
+        minutes: minutes of training in all, on each device.
+        devices: number of trainings at a time.
+        rounds: the rounds that are over. Of each: `minutes` that a candidate has trained since its start, `values` of
+            the metric and its `intervals` by name, and the names that go on, `stays`, best first.
+        failed: last words of the candidates that have failed, by name.
+    """
+
+    folder: Path
+    asked: dict
+    candidates: dict[str, list[str]]
+    metric: str
+    minutes: float
+    devices: int = 1
+    rounds: list[dict] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of rounds: as many as leave one of the candidates, and at least two, which show a slope."""
+        return max(2, math.ceil(math.log2(len(self.candidates))))
+
+    @property
+    def live(self) -> list[str]:
+        """The names of the candidates of the present round."""
+        return self.rounds[-1]["stays"] if self.rounds else list(self.candidates)
+
+    @property
+    def minutes_of_each(self) -> float:
+        """Minutes that each candidate has trained at the end of the present round, since its start."""
+        before = self.rounds[-1]["minutes"] if self.rounds else 0.0
+        one_after_another = math.ceil(len(self.live) / self.devices)
+        return before + self.minutes / self.num_rounds / one_after_another
+
+    def save(self) -> None:
+        """Write `choice.json`."""
+        content = asdict(self)
+        del content["folder"]
+        write_json_atomic(self.folder / CHOICE_FILE, content)
+
+
+def open_choice(folder: Path, asked: Mapping, find: Callable[[], dict[str, list[str]]], metric: str) -> Choice:
+    """Open the choice in a folder, or begin it with the candidates that `find` returns.
+
+    asked, metric: see `Choice`; `asked` has `minutes` and `devices`.
+
+    Raises:
+        BadInput: the folder holds a choice that something else was asked for, or is damaged; or see `find`.
+    """
+    path = folder / CHOICE_FILE
+    asked = json.loads(json.dumps(asked, default=str))
+    if not path.exists():
+        choice = Choice(folder, asked, find(), metric, asked["minutes"], asked["devices"])
+        folder.mkdir(parents=True, exist_ok=True)
+        choice.save()
+        return choice
+    try:
+        choice = Choice(folder, **read_json(path))
+    except TypeError as error:
+        raise BadInput(f"{path}: not as this program wrote it ({error}); give another --out") from error
+    apart = [key for key in asked if asked[key] != choice.asked.get(key)]
+    if apart:
+        before = ", ".join(f"{key} {choice.asked.get(key)}" for key in apart)
+        raise BadInput(f"{folder}: holds a choice that was begun with {before}; give that again, or another --out")
+    return choice
+
+
+def run_rounds(choice: Choice, devices: Sequence[str], signals: StopSignals, say: Callable[[str], None]) -> None:
+    """Train the rounds that are not over, with a line for each candidate.
+
+    Args:
+        devices: values of CUDA_VISIBLE_DEVICES, one for each training at a time; "": the variable is left as it is.
+        say: called with each line.
+
+    Raises:
+        Preempted: a signal was received; all trainings have saved.
+        BadInput: no candidate is left, or none finds anything.
+    """
+    while len(choice.rounds) < choice.num_rounds:
+        number = f"round {len(choice.rounds) + 1} of {choice.num_rounds}"
+        say(f"{number}: {', '.join(choice.live)}, to {choice.minutes_of_each:g} minutes of training each")
+        judged = _train_round(choice, devices, signals, say)
+        if not judged:
+            raise BadInput(f"no candidate is left: all have failed; see {choice.folder / 'logs'}")
+        if not any(judgement.numbers[choice.metric] for judgement in judged):
+            raise BadInput(
+                f"after {choice.minutes_of_each:g} minutes each, no candidate has found anything ({choice.metric} 0):"
+                f" give more than --minutes {choice.minutes:g}, and another --out"
+            )
+        _end_round(choice, judged, say)
+
+
+def _end_round(choice: Choice, judged: Sequence[Judgement], say: Callable[[str], None]) -> None:
+    """Decide who goes on after the present round, and record it."""
+    ranked = sorted(judged, key=lambda judgement: -judgement.numbers[choice.metric])
+    is_last = len(choice.rounds) + 1 == choice.num_rounds
+    worse = {} if is_last else stopping(ranked, choice.metric)
+    for name, difference in worse.items():
+        say(f"{name} stops, {difference.in_words()}: against {ranked[0].name}")
+    of_round = {
+        "minutes": choice.minutes_of_each,
+        "values": {judgement.name: judgement.numbers[choice.metric] for judgement in ranked},
+        "intervals": {judgement.name: list(judgement.intervals[choice.metric]) for judgement in ranked},
+        "stays": [judgement.name for judgement in ranked if judgement.name not in worse],
+    }
+    choice.rounds.append(of_round)
+    choice.save()
+
+
+def stopping(ranked: Sequence[Judgement], metric: str) -> dict[str, MetricDifference]:
+    """Return who stops after a round, with the difference from the best: the worse half, except those whose difference
+    may be chance, by a paired bootstrap over the images.
+
+    ranked: the candidates, best first.
+    """
+    worse = {}
+    for judgement in ranked[math.ceil(len(ranked) / 2) :]:
+        difference = paired_difference(ranked[0], judgement, metric)
+        if difference is not None and not difference.chance:
+            worse[judgement.name] = difference
+    return worse
+
+
+def _train_round(
+    choice: Choice, devices: Sequence[str], signals: StopSignals, say: Callable[[str], None]
+) -> list[Judgement]:
+    """Train all candidates of the present round to its end, and return the statistics of those that have not failed."""
+    judged = {}
+    waiting = []
+    for name in choice.live:
+        if name in choice.failed:
+            continue
+        if is_through(choice, name):
+            _note(choice, name, judged, say)
+        else:
+            waiting.append(name)
+    running: dict[str, tuple[str, WatchedRun]] = {}
+    with ExitStack() as at_end:
+        while waiting or running:
+            free = [device for device in devices if device not in running]
+            for device in free[: len(waiting)]:
+                name = waiting.pop(0)
+                running[device] = name, _start(choice, name, device, signals)
+                at_end.callback(running[device][1].stop)  # where this program ends first; it saves
+            ended = [device for device, (_, run) in running.items() if run.process.poll() is not None]
+            for device in ended:
+                name, run = running.pop(device)
+                if is_through(choice, name):
+                    _note(choice, name, judged, say)
+                elif run.state == "preempted" or signals.received:
+                    raise Preempted(f"{name} was stopped, and has saved; the same command goes on")
+                else:
+                    _drop(choice, name, run.last_words(), say)
+            if signals.received:
+                raise Preempted(f"{signals.name}: the trainings have saved; the same command goes on")
+            time.sleep(POLL_S)
+    return [judged[name] for name in choice.live if name in judged]
+
+
+def _start(choice: Choice, name: str, device: str, signals: StopSignals) -> WatchedRun:
+    """Start the training of a candidate to the end of the present round, or go on with it."""
+    folder = choice.folder / name
+    wait_until_free(folder, signals)
+    is_of_round = _budget(folder).get("max_minutes") == choice.minutes_of_each
+    settings = {
+        "run.output_dir": choice.folder,
+        "run.name": name,
+        "run.max_minutes": choice.minutes_of_each,
+        "run.resume": "latest",
+        "run.resume_schedule": "saved" if is_of_round else "new",
+    }
+    flags = [f"--{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, *choice.candidates[name], *flags]
+    environment = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+    return WatchedRun(command, folder, choice.folder / "logs" / f"{name}.txt", environment)
+
+
+def is_through(choice: Choice, name: str) -> bool:
+    """Return whether a candidate has trained to the end of the present round."""
+    folder = choice.folder / name
+    budget = _budget(folder)
+    minutes = choice.minutes_of_each
+    is_of_round = budget.get("max_minutes") == minutes
+    is_used_up = budget.get("elapsed_s", 0.0) >= 60 * minutes  # by a long last step of the round before
+    return read_status(folder).get("state") == "done" and (is_of_round or is_used_up)
+
+
+def _budget(folder: Path) -> dict:
+    """Return the state of `StepBudget` in the newest checkpoint of a run; an empty dict without a checkpoint."""
+    newest = linked(folder / "checkpoints", "latest")
+    if newest is None:
+        return {}
+    parts = read_json_object(newest / STATE_FILE).get("parts", {})
+    return parts.get("plan", {}).get("budget") or {}
+
+
+def _note(choice: Choice, name: str, judged: dict[str, Judgement], say: Callable[[str], None]) -> None:
+    """Judge a candidate that has trained to the end of the round; drop it if that is not possible."""
+    try:
+        judgement = judged[name] = judgement_of(choice, name)
+    except BadInput as error:
+        _drop(choice, name, str(error), say)
+        return
+    value = with_interval(judgement.numbers[choice.metric], judgement.intervals[choice.metric])
+    say(f"{name}: {choice.metric} {value} at step {read_status(choice.folder / name).get('step')}")
+
+
+def judgement_of(choice: Choice, name: str) -> Judgement:
+    """Return the statistics of the best weights of a candidate so far, from the predictions that its training kept.
+
+    Raises BadInput if there are none, or the metric is undefined.
+    """
+    predictions = choice.folder / name / "report" / PREDICTIONS
+    predicted = open_predictions_file(predictions, SplitOptions(), say=lambda text: None)
+    judgement = judged_of(name, predicted)[1]
+    if judgement.numbers.get(choice.metric) is None:
+        raise BadInput(f"{choice.metric} is undefined on {predicted.table.name}; choose by another --metric")
+    return judgement
+
+
+def _drop(choice: Choice, name: str, words: str, say: Callable[[str], None]) -> None:
+    """Record that a candidate has failed."""
+    choice.failed[name] = words
+    choice.save()
+    say(f"{name} has failed and is left out:\n{words}")
