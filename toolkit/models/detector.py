@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.base.batch import first_rows, kept_first
+from toolkit.base.batch import first_rows, kept_first, normalize_images
 from toolkit.base.errors import BadInput
 from toolkit.models import DetectorOptions
 from toolkit.models.final import save_detector_folder
@@ -138,6 +138,14 @@ class Detector(nn.Module):
         """Return the outputs for a batch of uint8 images (B, 3, H, W), whose sizes (height, width) without padding are
         sizes (B, 2); called under autocast."""
         raise NotImplementedError
+
+    def normalized(self, images: Tensor, sizes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the images as `normalize_images` does, by the detector's mean and deviation.
+
+        A detector of `fixed_size` is trained without padding, for which a GPU would launch seven kernels.
+        """
+        may_have_padding = not (self.fixed_size and self.training)
+        return normalize_images(images, sizes if may_have_padding else None, self.mean, self.std, dtype)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return what this batch adds to every denominator of the losses, by name; called before the forward pass, with

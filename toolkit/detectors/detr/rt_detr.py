@@ -21,7 +21,7 @@ from transformers import (
     RTDetrV2ForObjectDetection,
 )
 
-from toolkit.base.batch import HostTarget, is_waited_for, normalize_images, on_host, send
+from toolkit.base.batch import HostTarget, is_waited_for, on_host, send
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, check_positions, precision
@@ -129,7 +129,7 @@ class RTDetrV2(TransformersDetector):
                 queries.
         """
         self._check_size(*images.shape[-2:])
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        pixels = self.normalized(images, sizes, self.model.dtype)
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
         waits = nullcontext()
         objects = targets

@@ -12,7 +12,6 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from toolkit.base.batch import normalize_images
 from toolkit.base.box_ops import box_iou, clip_boxes, resize_boxes
 from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3.options import Yolov3Options
@@ -183,7 +182,7 @@ class YOLOv3(Detector):
 
         The dict has `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
         """
-        maps = self.raw_maps(normalize_images(images, sizes, self.mean, self.std))
+        maps = self.raw_maps(self.normalized(images, sizes))
         outputs = {f"raw_stride{stride}": level for stride, level in zip(STRIDES, maps, strict=True)}
         outputs["sizes"] = sizes
         return outputs
