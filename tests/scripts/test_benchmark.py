@@ -48,7 +48,7 @@ def required(begin: str) -> dict[str, str]:
 
 
 def test_a_quick_run_prints_every_row_and_equal_numbers(capsys):
-    slow = {"loop", "reading", "startup", "memory", "yolov3_export"} | benchmark.ASKED_FOR
+    slow = {"loop", "launches", "reading", "startup", "memory", "yolov3_export"} | benchmark.ASKED_FOR
     rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = values_of(rows)
     assert {name for name in benchmark.REQUIREMENTS if not name.startswith(ELSEWHERE)} <= set(values)
@@ -311,6 +311,16 @@ def test_memory_is_measured_part_by_part():
         assert len(after) == (8 if program == "bare loop" else 9)
         assert 0 < after[f"{title}, after the imports"] < after[f"{title}, after all steps"]
         assert max(after.values()) <= values[f"{title}, peak"] + 1
+
+
+@pytest.mark.slow
+def test_launches_are_counted_in_one_process_and_in_each_of_two():
+    from benches.launches import bench_launches
+
+    values = values_of(bench_launches(["train_ssd"]))
+    one, two = (f"train_ssd, a step in {processes}" for processes in ("1 process", "2 processes"))
+    assert values[f"{one}, waits"] == values[f"{two}, waits"] == 1
+    assert values[f"{one}, launches"] + 200 < values[f"{two}, launches"], "each gradient is copied"
 
 
 @pytest.mark.slow

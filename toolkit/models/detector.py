@@ -90,6 +90,8 @@ class Detector(nn.Module):
         predicts_masks: `decode` also returns masks, and the targets of training must have `masks`, one uint8 tensor (N,
             h, w) an image, of the size of the image without padding; set by `__init__` of a detector with a setting
             `masks`.
+        graph_parts: patterns of names of the outermost parts whose kernels depend on nothing but the shape of a batch's
+            images, so that `optim.compile: graphs` can run them as CUDA graphs; each takes part in every forward.
         exported_sides: image sides that an exported file accepts: "any", "multiples" of `stride`, or "fixed" (the size
             that it was exported for); "": the detector cannot be exported.
     """
@@ -112,6 +114,7 @@ class Detector(nn.Module):
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
     predicts_masks = False
+    graph_parts: Sequence[str] = ()
     exported_sides = ""
     max_detections = 100
     object_limits: Mapping[str, int] = {}

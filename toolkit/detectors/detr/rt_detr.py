@@ -66,6 +66,7 @@ class RTDetrV2(TransformersDetector):
     }
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     fixed_size = True
+    graph_parts = ("model.model.backbone.model", "model.model.encoder")  # the decoder has queries of denoising
     stride = 32
     class_tensors = {  # the denoising embedding has its padding last
         "model.class_embed.*": (0, 1, 0),

@@ -53,6 +53,7 @@ class SSD(Detector):
     masks_unlabelled = True
     weighs_classes = True
     fixed_size = True
+    graph_parts = ("backbone", "extra.?", "heads.?", "head")  # torchvision's has one head
     exported_sides = "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
     max_detections = 200  # as Liu et al., CVNets and torchvision

@@ -86,6 +86,7 @@ class YOLOv3(Detector):
     metric_names = ("class_error", "box_iou")
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see weights/pretrained.py
+    graph_parts = ("backbone", "blocks.?.body", "blocks.?.tip", "transitions.?")
     fixed_size = True  # there is no mask: padding would look like a black image
     weighs_boxes = True
     masks_unlabelled = True
