@@ -125,10 +125,10 @@ def test_a_run_with_graphs_goes_on_to_the_bit(train, monkeypatch, graphed):
     assert (folder / "final" / "model.safetensors").read_bytes() == whole
 
 
-def test_what_graphs_cannot_hold_is_refused_at_once(train):
+def test_what_graphs_cannot_hold_is_refused_at_once(whole, train):
     given = {"data__multi_scale": [64, 96], "optim__accumulation_steps": 2, "optim__bn_momentum_final": 0.01}
     with pytest.raises(BadInput) as refusal:
-        train(run__name="refused_graphs", optim__compile="graphs", loss__teacher=train.folder / "whole", **given)
+        train(run__name="refused_graphs", optim__compile="graphs", loss__teacher=whole[0], **given)
     expected = ("bn_momentum_final", "multi_scale", "accumulation_steps", "teacher")
     assert len(refusal.value.problems) == len(expected)
     for problem, name in zip(refusal.value.problems, expected, strict=True):

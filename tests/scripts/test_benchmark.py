@@ -317,7 +317,7 @@ def test_memory_is_measured_part_by_part():
 def test_launches_are_counted_in_one_process_and_in_each_of_two():
     from benches.launches import bench_launches
 
-    values = values_of(bench_launches(["train_ssd"]))
+    values = values_of([*bench_launches(["train_ssd"])])
     one, two = (f"train_ssd, a step in {processes}" for processes in ("1 process", "2 processes"))
     assert values[f"{one}, waits"] == values[f"{two}, waits"] == 1
     assert values[f"{one}, launches"] + 200 < values[f"{two}, launches"], "each gradient is copied"
