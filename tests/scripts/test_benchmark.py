@@ -106,7 +106,7 @@ def titles_of(long: bool) -> list[str]:
 def test_items_of_the_gpu_bench_come_by_their_value():
     titles = titles_of(long=False)
     speeds = [f"{script}, bf16" for script in schedule.SECONDS_OF_SPEED]
-    assert titles[:6] == [*speeds, "train_faster_rcnn, bf16, compiled"]
+    assert titles[:7] == [*speeds, "train_faster_rcnn, bf16, compiled", "train_yolov3, bf16, graphs"]
     late = titles.index("train_ssd, bf16, two kernels tried")
     assert titles.index("train_yolov3, resumed") < late < titles.index("train_faster_rcnn, TF32")
     only_long = {*titles_of(long=True)} - {*titles}
