@@ -6,12 +6,14 @@
     python tests/mutate.py --again mutants.json     # with all tests, those that survived
 
 A change is a sign (+ for -), a bound (< for <=), a condition (its opposite, `and` for `or`) or a dropped call, in a
-clone of the last commit. First the nearest tests of the module run (`tests/which.py`). Then all tests run once with
-every change that these did not notice, and each test that fails runs again with each of these changes by itself.
+clone of the last commit. First the test file nearest to the module runs (`tests/which.py`), then the next few. Then all
+tests run once with every change that these did not notice, and each test that fails runs again with each of these
+changes by itself.
 """
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -33,6 +35,7 @@ BOUNDS |= {"NotEq": ("!=", "=="), "In": ("in", "not in"), "NotIn": ("not in", "i
 BOUNDS |= {"IsNot": ("is not", "is")}
 HANGS_AFTER_S = 1800
 NEAREST = 6  # test files about a module that are tried before all others
+SECONDS = itertools.count(1_000_000_000)  # times of changed files
 
 
 @dataclass
@@ -127,11 +130,11 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return drawn
 
 
-def failures(project: Path, arguments: list[str]) -> list[str]:
-    """Run tests on two processes; return what pytest says of those that failed."""
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *arguments]
-    # Without bytecode: a change within the second of the last, of the same length, would not be noticed.
-    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+def failures(project: Path, arguments: list[str], processes: int) -> list[str]:
+    """Run tests on a number of processes; return what pytest says of those that failed."""
+    how = ["-n", str(processes), "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *how, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(
             command, cwd=project, env=environment, capture_output=True, text=True, timeout=HANGS_AFTER_S
@@ -144,9 +147,9 @@ def failures(project: Path, arguments: list[str]) -> list[str]:
     return failed or [ended.stdout[-300:] + ended.stderr[-300:]]
 
 
-def first_failure(project: Path, arguments: list[str]) -> str | None:
-    """Return what pytest says of the first test that fails, None if all pass."""
-    failed = failures(project, ["-x", *arguments])
+def first_failure(project: Path, tests: list[str]) -> str | None:
+    """Return what pytest says of the first of these tests that fails, None if all pass."""
+    failed = failures(project, ["-x", *tests], processes=min(2, len(tests) - 1))  # 0: without further processes
     return failed[0] if failed else None
 
 
@@ -170,12 +173,19 @@ def changed(mutants: list[Mutant], project: Path) -> Iterator[None]:
         texts.setdefault(path, text)
         end = mutant.offset + len(mutant.before)
         assert text[mutant.offset : end] == mutant.before, f"{mutant.file} has changed since: {mutant.shown}"
-        path.write_text(text[: mutant.offset] + mutant.after + text[end:], encoding="utf-8")
+        write(path, text[: mutant.offset] + mutant.after + text[end:])
     try:
         yield
     finally:
         for path, text in texts.items():
-            path.write_text(text, encoding="utf-8")
+            write(path, text)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a module, with a time that no earlier version of it had: its bytecode is judged by time and length."""
+    path.write_text(text, encoding="utf-8")
+    second = next(SECONDS)
+    os.utime(path, (second, second))
 
 
 def judge_by_nearest(mutant: Mutant, project: Path) -> None:
@@ -183,7 +193,9 @@ def judge_by_nearest(mutant: Mutant, project: Path) -> None:
     tests = which.tests_of(which.module_name(which.ROOT / mutant.file))
     near = [str(test.relative_to(which.ROOT)) for test in tests[:NEAREST]]
     with changed([mutant], project):
-        mutant.killed_by = first_failure(project, near)
+        mutant.killed_by = first_failure(project, near[:1])
+        if mutant.killed_by is None and len(near) > 1:
+            mutant.killed_by = first_failure(project, near[1:])
 
 
 def judge_together(mutants: list[Mutant], project: Path) -> None:
@@ -191,7 +203,7 @@ def judge_together(mutants: list[Mutant], project: Path) -> None:
     left = list(mutants)
     while left:
         with changed(left, project):
-            failed = names_of(failures(project, []))
+            failed = names_of(failures(project, [], processes=2))
         for mutant in tqdm(left if failed else [], unit="mutant"):
             with changed([mutant], project):
                 mutant.killed_by = first_failure(project, failed)

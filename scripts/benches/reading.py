@@ -22,7 +22,7 @@ def peak_mb():  # ru_maxrss would be that of the process before exec, too
 before, began = peak_mb(), time.process_time()
 table = coco.read_coco(sys.argv[1], Reading(".", check_images=False, cache_dir=sys.argv[2]))
 if sys.argv[3] == "checked":
-    inspect_tables({"train": table}, (640, 640), compare=False)
+    inspect_tables({"train": table}, {"height": 640, "width": 640}, compare=False)
 print(time.process_time() - began, peak_mb() - before, len(table))
 """
 

@@ -1,5 +1,7 @@
 """Masks as polygons and run lengths: stored to the bit, drawn where they lie, and encoded as pycocotools does."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -12,18 +14,24 @@ from toolkit.base.masks import (
     bitmap,
     boxes_around,
     column_of,
+    encoded,
     from_bytes,
     joined,
+    mirrored_mask,
+    overlaps_in,
+    pixels_in,
     rectangle,
     rles_of,
+    shifted,
     to_bytes,
+    united,
 )
 
 RUNS = rles_of(torch.from_numpy(BLOCK)[None])[0]
 POLYGON = (np.array(SQUARE, float).reshape(-1, 2),)
 
 
-def encoded(pixels):
+def as_pycocotools(pixels):
     return coco_mask.encode(np.asfortranarray(pixels.astype(np.uint8)))
 
 
@@ -41,13 +49,13 @@ def encoded(pixels):
 def test_run_lengths_are_those_of_pycocotools(size_hw, share):
     pixels = np.random.default_rng(0).random((40, *size_hw)) < share
     found = rles_of(torch.from_numpy(pixels))
-    assert [mask.as_coco() for mask in found] == [encoded(each) for each in pixels]
+    assert [mask.as_coco() for mask in found] == [as_pycocotools(each) for each in pixels]
 
 
 def test_run_lengths_of_whole_columns_and_of_no_mask():
     column = torch.zeros(1, 4, 5)
     column[0, :, 2:4] = 7.0  # not 0 inside
-    assert rles_of(column)[0].as_coco() == encoded(column[0].numpy() > 0)
+    assert rles_of(column)[0].as_coco() == as_pycocotools(column[0].numpy() > 0)
     assert rles_of(torch.zeros(0, 4, 5)) == []
 
 
@@ -143,3 +151,65 @@ def test_run_lengths_are_not_moved_by_a_change_of_size(scale):
         ratios.append(float(drawn.sum()) / (scale**2 * np.prod(high - low)))
     assert abs(np.mean(errors, axis=0)).max() < 0.06
     assert np.mean(ratios) == pytest.approx(1, abs=0.01)
+
+
+# ---- parts of large pictures -----------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_mask_is_decoded_alone():
+    pixels = (np.random.default_rng(0).random((23, 31)) < 0.5).astype(np.uint8)
+    (runs,) = rles_of(torch.from_numpy(pixels)[None])
+    for left, top, right, bottom in ((0, 0, 31, 23), (3, 5, 9, 20), (30, 22, 31, 23), (4, 4, 4, 9), (4, 4, 9, 4)):
+        part = pixels_in(runs, (left, top, right, bottom))
+        assert np.array_equal(part, pixels[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("shape", [RUNS, POLYGON])
+@pytest.mark.parametrize(
+    ("x", "y", "size_hw"),
+    [
+        (0, 0, SIZE_HW),
+        (-8, -9, (10, 7)),
+        (5, 3, (60, 50)),
+        (5, 3, (28, 50)),  # whole columns
+        (-30, 0, (9, 9)),
+        (3, -40, (9, 9)),
+    ],
+)
+def test_masks_come_into_another_picture(shape, x, y, size_hw):
+    everything = np.zeros((200, 200), np.uint8)
+    everything[100 + y : 130 + y, 100 + x : 140 + x] = BLOCK
+    expected = everything[100 : 100 + size_hw[0], 100 : 100 + size_hw[1]]
+    moved = shifted(shape, x, y, size_hw)
+    assert np.array_equal(bitmap(moved, size_hw), expected)
+    if shape is RUNS:
+        assert moved.as_coco() == as_pycocotools(expected)
+    assert shifted(None, x, y, size_hw) is None
+
+
+def test_a_mask_is_mirrored_in_its_picture():
+    assert mirrored_mask(RUNS).as_coco() == as_pycocotools(BLOCK[:, ::-1])
+
+
+def test_masks_are_compared_in_a_region_and_united():
+    (other,) = rles_of(torch.from_numpy(np.roll(BLOCK, 8, 1))[None])  # columns 12 to 28
+    (nothing,) = rles_of(torch.zeros(1, *SIZE_HW))
+    everywhere = overlaps_in((0, 0, 40, 30), [RUNS, nothing], [RUNS, other, nothing])
+    np.testing.assert_allclose(everywhere, [[1, 1 / 3, 0], [0, 0, 0]])
+    assert overlaps_in((10, 0, 20, 30), [RUNS], [other]).item() == pytest.approx(0.8)
+    assert united([RUNS, other, nothing]).as_coco() == as_pycocotools(bitmap(RUNS, SIZE_HW) | bitmap(other, SIZE_HW))
+
+
+def test_a_part_of_a_large_picture_takes_its_own_memory():
+    """All pixels of the picture would take 100 MB."""
+    runs = encoded(np.ones((300, 200), np.uint8), (5000, 6000), (10_000, 10_000))
+    tracemalloc.start()
+    tile = shifted(runs, -5100, -5900, (640, 640))
+    pixels = Masks.of([runs]).moved(-5100, -5900).drawn((640, 640))
+    back = shifted(tile, 5100, 5900, (10_000, 10_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12e6
+    assert np.array_equal(bitmap(tile, (640, 640)), pixels[0])
+    assert int(pixels.sum()) == 100 * 300
+    assert areas([back], (10_000, 10_000)).tolist() == [100 * 300]

@@ -20,6 +20,7 @@ from toolkit.base.text import (
     columns,
     did_you_mean,
     escaped,
+    first_names,
     in_markdown,
     in_plot,
     lasting_console,
@@ -51,6 +52,12 @@ def test_any_text_is_one_line_without_control_and_of_the_width_asked_for(text, l
 @pytest.mark.parametrize("name", ["traffic light", "na\xefve", "\u6771\u4eac", "\U0001f600", "a/b (3)"])
 def test_plain_names_stay(name):
     assert shown(name) == name
+
+
+def test_the_first_of_many_names_are_told():
+    assert first_names(["a", "b", "c"]) == "a, b, c"
+    assert first_names(["a", "b", "c", "d"]) == "a, b, c, ..."
+    assert first_names([1, "2"], 1, repr) == "1, ..."
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Splits of a run: opened with the same classes, told of, and compared; most of it in `assets/dirty_sets/runs.txt`."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from dirty_sets import check_set, sets_in
@@ -19,8 +20,9 @@ from toolkit.data.splits import (
     open_splits,
     share_of,
     shared_images,
+    what_was_wrong,
 )
-from toolkit.data.table import Category
+from toolkit.data.table import Category, Problem
 from toolkit.data.table_cache import write_rows
 from toolkit.detectors.scene_graphs.options import SceneGraphOptions
 from toolkit.models.start import check_weights
@@ -62,6 +64,16 @@ def test_problems_are_listed_in_the_folder_of_the_run(opening, tmp_path):
     assert listing.startswith("warning: images/a.png (image 1): box [")
     assert listing.count("\n") == 1
     assert not (tmp_path / "data_problems_val.txt").exists()
+
+
+def test_each_kind_of_note_is_told_once():
+    alpha = "alpha channel dropped, the colours under it kept"
+    notes = [Problem("note", f"x/{number}.png", number, None, alpha) for number in range(30)]
+    notes.append(Problem("note", "x/b.tif", 31, None, "first 3 of 5 bands used"))
+    notes.append(Problem("note", "x", None, None, "2 of 31 images are links to files elsewhere"))
+    text = what_was_wrong(SimpleNamespace(problems=notes))
+    firsts = "x: 2 of 31 images are links to files elsewhere; 0.png: " + alpha + "; b.tif: first 3 of 5 bands used"
+    assert text == f"32 notes (first {firsts})"
 
 
 # ---- shares and folds ------------------------------------------------------------------------------------------------

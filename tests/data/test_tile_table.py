@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 from documents import row_of
+from mask_data import star
 from samples import noise_table, shapes_table
 
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import areas, bitmap, rectangle, rle
+from toolkit.data.dataset import row_target
 from toolkit.data.pipeline import loader_of_settings
 from toolkit.data.sampling import MIXED_PICTURES
 from toolkit.data.table import Category
 from toolkit.data.tile_table import DecodedPictures, tiles_of_table
 from toolkit.data.tiling import Tiling, clip_to_tiles
+from toolkit.data.transforms.geometry import crop
 from toolkit.run.settings import DataConfig
 
 IN_STRIPS = {"compression": "tiff_lzw", "tiffinfo": {278: 4}}
@@ -108,6 +112,59 @@ def test_boxes_keep_their_attributes_in_tiles(tmp_path):
     assert tiles.attributes == pictures.attributes
     assert boxes.extra["attributes"].any()
     np.testing.assert_array_equal(boxes.extra["attributes"], whole.extra["attributes"][of_id])
+
+
+def masked(folder, boxes, masks, size_wh=(120, 90)):
+    """A table of one picture, in which each object has a class of its own."""
+    row = row_of(1, boxes, size_wh) | {"masks": masks}
+    return noise_table(folder, [row], categories=[Category(number, f"c{number}") for number in range(len(boxes))])
+
+
+def test_a_tile_has_the_masks_that_a_crop_of_the_picture_has(tmp_path):
+    rng = np.random.default_rng(0)
+    corners = rng.uniform(0, [80, 50], (12, 2))
+    boxes = np.concatenate([corners, corners + rng.uniform(10, 40, (12, 2))], axis=1)
+    shapes = [star(rng, box) for box in boxes]
+    shapes[::2] = [rle(shape, (90, 120)) for shape in shapes[::2]]
+    pictures = masked(tmp_path, boxes.tolist(), shapes)
+    tiles = tiles_of_table(pictures, TILING)
+    whole = row_target(pictures.row(0), (90, 120), masks=True)
+    for index in range(len(tiles)):
+        row = tiles.row(index)
+        left, top, right, bottom = row["tile"]
+        tile_hw = (bottom - top, right - left)
+        target = row_target(row, tile_hw, masks=True)
+        _, cropped = crop(torch.zeros(3, 90, 120), whole, (top, left, *tile_hw))
+        drawn = dict(zip(cropped["labels"].tolist(), cropped["masks"].drawn(tile_hw), strict=True))
+        for label, pixels in zip(target["labels"].tolist(), target["masks"].drawn(tile_hw), strict=True):
+            assert pixels.equal(drawn.pop(label))
+        assert not any(pixels.any() for pixels in drawn.values())
+
+
+BESIDE = rectangle([50, 0, 70, 10])
+CORNER = rectangle([30, 20, 40, 60])  # of its box, to 70
+MOSTLY_LEFT = (*rectangle([10, 60, 40, 80]), *rectangle([40, 60, 50, 65]))  # 650 pixels, 50 of them from 40 on
+
+
+def test_a_cut_object_is_what_a_tile_shows_of_its_mask(tmp_path):
+    """Tiles from 0 to 60 and from 40 to 100; the last object has a box alone."""
+    boxes = [[50, 0, 70, 10], [30, 20, 70, 60], [10, 60, 50, 80], [50, 85, 70, 95]]
+    masks = [rle(BESIDE, (100, 100)), CORNER, MOSTLY_LEFT, None]
+    pictures = masked(tmp_path, boxes, masks, (100, 100))
+    tiles = tiles_of_table(pictures, Tiling((100, 60), 0.2, visible=0.25))
+    assert tiles.tiles_xyxy[:, 0].tolist() == [0, 40]
+    left, right = (tiles.row(index)["objects"] for index in range(2))
+    assert left["category"].tolist() == [0, 1, 2, 3]
+    assert left["area"].tolist() == [100, 400, 100, 50]  # as annotated where the box is not cut
+    assert right["category"].tolist() == [0, 2, 3]  # no pixel of the second mask
+    assert right["area"].tolist() == [100, 50, 100]
+    assert right["iscrowd"].tolist() == [0, 1, 0]  # 8 % of the pixels of the third mask, and 25 % of its box
+    assert not left["iscrowd"].any()
+    of_columns = tiles.boxes(masks=True)
+    assert [shape is None for shape in of_columns.extra["masks"]] == [False, False, False, True, False, False, True]
+    assert areas(of_columns.extra["masks"][[0, 4]], (100, 60)).tolist() == [100, 200]
+    again = pickle.loads(pickle.dumps(tiles))  # noqa: S301 - as a spawned worker gets it
+    assert np.array_equal(bitmap(again.row(1)["masks"][1], (100, 60)), bitmap(tiles.masks_of(1)[1], (100, 60)))
 
 
 @pytest.mark.parametrize(("room", "decoded"), [(2**20, 1), (2**16, 0)])

@@ -436,6 +436,31 @@ def test_samples_have_masks_and_boxes_around_them_where_asked_for(table, augment
         assert tight["boxes"].equal(boxes_around(with_masks["masks"]))
 
 
+@pytest.mark.parametrize("augmented", [True, False])
+def test_masks_of_tiles_lie_on_their_pixels(table, augmented):
+    c = DataConfig(
+        image_size=48,
+        tile=[32, 40],
+        tile_visible=0.0,
+        batch_size_per_device=4,
+        workers=0,
+        zoom_out=1.5,
+        iou_crop=True,
+        boxes_from_masks=True,
+    )
+    _, loader = loader_of_settings(table, c, seed=0, stride=1, augmented=augmented, masks=True)
+    objects = 0
+    for batch in loader:
+        for image, target in zip(batch.images, batch.targets, strict=True):
+            reference = image[target["labels"]] > 127
+            drawn = target["masks"] > 0
+            assert not (drawn & ~grown(reference, 3)).any()
+            assert not (~drawn & ~grown(~reference, 3, outside=1)).any()
+            assert target["boxes"].equal(boxes_around(target["masks"]))
+            objects += len(drawn)
+    assert objects > 30
+
+
 @pytest.mark.parametrize(("masks", "fullest"), [(True, 1), (False, 0)])
 def test_the_memory_probe_has_the_picture_with_the_most_masks(tmp_path, masks, fullest):
     """Masks take an image of memory each, so the fullest picture counts, also where a batch is one picture."""
@@ -479,14 +504,10 @@ def test_what_lies_outside_the_annotated_picture_does_not_show_on_a_larger_canva
 )
 def test_what_cannot_keep_masks_is_named_all_at_once(table, masks, boxes_from_masks, asked_by):
     blending = {"mixup": True, "batch_mixup": 0.5, "copy_blend": 0.1, "plain_epochs": 0}
-    c = DataConfig(image_size=64, tile=32, boxes_from_masks=boxes_from_masks, **blending)
+    c = DataConfig(image_size=64, boxes_from_masks=boxes_from_masks, **blending)
     with pytest.raises(BadInput) as caught:
         loader_of_settings(table, c, seed=0, stride=1, masks=masks)
-    for name, problem in zip(
-        ("tile", *BLENDING),
-        caught.value.problems,
-        strict=True,
-    ):
+    for name, problem in zip(BLENDING, caught.value.problems, strict=True):
         assert problem.startswith(f"data.{name} ")
         assert asked_by in problem
 
@@ -828,8 +849,11 @@ def test_predicted_masks_are_the_same_in_all_files(trained, tmp_path, capsys):
         assert np.array_equal(pixels_of(result["segmentation"]), mask)
     for annotation in annotated:
         assert annotation["area"] == pixels_of(annotation["segmentation"]).sum()
-    assert predict.main([*words, "--tile", "48", "--overwrite"]) == 2
-    assert "masks are not merged" in capsys.readouterr().err
+    assert predict.main([*words, "--tile", "48", "--flip", "--overwrite"]) == 0
+    (image,) = json.loads((tmp_path / "found" / "predictions.json").read_text())["images"]
+    assert len(image["detections"]) > 5  # so many in each tile
+    for one in image["detections"]:
+        assert pixels_of(one["segmentation"]).shape == (96, 96)
 
 
 def test_a_folder_with_masks_is_judged_by_them(trained, capsys):

@@ -190,6 +190,7 @@ KINDS = {
     "scene graphs in one stage": Kind(SCENE_GRAPHS, EGTR, 2, (STEP_4,)),
     "scene graphs on a detector": Kind(SCENE_GRAPHS, PLATEAU, 1, (STEP_4,), of_saved_detector, "of the detector"),
     "tiles": Kind(SSD, TILES, 2, AND_EVALUATION, says="tiles of at most 40 x 40 px"),
+    "masks in tiles": Kind(FASTER_RCNN, f"{MASKS} {TILES}", 2, AND_EVALUATION, says="best segm_AP"),
 }
 OF_KINDS = """
 --run.resume latest --run.max_steps 6 --run.save_every 2 --run.eval_every 3 --run.keep 1 --data.workers 2

@@ -24,6 +24,7 @@ from toolkit.base import progress
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import Masks, rectangle, rle, rles_of
 from toolkit.data.pipeline import validation_loader
 from toolkit.data.table import Category
 from toolkit.data.table_cache import write_rows
@@ -90,7 +91,15 @@ def rectangles(picture):
     return torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), torch.tensor(labels, dtype=torch.int64)
 
 
-def oracle(off=0):
+def masks_of(image, boxes, labels):
+    """The masks of the rectangles of a picture."""
+    planes = [image[label] for label in labels]
+    corners = boxes.long().tolist()
+    pixels = [plane == plane[top, left] for plane, (left, top, *_) in zip(planes, corners, strict=True)]
+    return rles_of(torch.stack(pixels)) if pixels else []
+
+
+def oracle(off=0, masks=False):
     """Finds every rectangle, or what a tile leaves of it, to `off` pixels before the border, and is less sure of small
     ones."""
 
@@ -98,6 +107,7 @@ def oracle(off=0):
         found = []
         for image in images:
             boxes, labels = rectangles(image)
+            shapes = {"masks": masks_of(image, boxes, labels)} if masks else {}
             inwards = ((boxes[:, 2:] - boxes[:, :2]) / 4).clamp(max=off)
             boxes[:, :2] += inwards * (boxes[:, :2] == 0)
             boxes[:, 2:] -= inwards * (boxes[:, 2:] == torch.tensor(image.shape[:0:-1]))
@@ -108,10 +118,11 @@ def oracle(off=0):
                     "scores": 0.5 + areas.clamp(max=4000) / 10000,
                     "labels": labels,
                 }
+                | shapes
             )
         return found
 
-    return Predictor("oracle", CLASSES, predict)
+    return Predictor("oracle", CLASSES, predict, masks=masks)
 
 
 def scene(height, width, count, seed, side):
@@ -146,6 +157,25 @@ def test_every_object_is_found_once_wherever_tiles_end(seed, off):
     assert len(found["labels"]) == len(expected["labels"]) >= 25
     assert (overlaps.sum(1) == 1).all()
     assert torch.equal(found["labels"][overlaps.long().argmax(1)], expected["labels"])
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(("seed", "overlap"), [(0, 0.2), (1, 0.5)])
+def test_every_object_has_its_whole_mask_wherever_tiles_end(seed, overlap, flip):
+    """Objects are up to twice as long as what tiles have in common."""
+    image = scene(250, 320, 20, seed, side=64)
+    expected = only(oracle(masks=True), image)
+    assert len(expected["labels"]) >= 10
+    predictor = flipped(oracle(masks=True)) if flip else oracle(masks=True)
+    found = only(tiled(predictor, 100, overlap), image)
+    assert sorted(mask.counts for mask in found["masks"]) == sorted(mask.counts for mask in expected["masks"])
+    overlaps = pairwise_iou(expected["boxes"], found["boxes"]) > 0.99
+    assert (overlaps.sum(1) == 1).all()
+    nearest = overlaps.long().argmax(1)
+    assert torch.equal(found["labels"][nearest], expected["labels"])
+    assert [found["masks"][row] for row in nearest.tolist()] == expected["masks"]
+    nothing = only(tiled(predictor, 100, overlap), torch.zeros_like(image))
+    assert nothing["masks"] == []
 
 
 def test_tiles_have_the_aspect_of_the_images_of_the_detector():
@@ -216,25 +246,40 @@ class Finder(Detector):
     divided_by = "images"
     stride = 1
 
+    def __init__(self, masks=False):
+        super().__init__()
+        self.predicts_masks = masks
+
     def forward(self, images, sizes, targets=None):
         return {"images": [image[:, :h, :w] for image, (h, w) in zip(images, sizes.tolist(), strict=True)]}
 
     def postprocess(self, outputs, sizes, orig_sizes, score_threshold=0.0, top_k=100):
-        return [{key: value[:top_k] for key, value in guessing(image).items()} for image in outputs["images"]]
+        found = [guessing(image, self.predicts_masks) for image in outputs["images"]]
+        if self.predicts_masks:
+            for each in found:
+                each["masks"] = Masks.of(each["masks"]).drawn(TILING.tile_hw)
+        return [{key: value[:top_k] for key, value in each.items()} for each in found]
+
+    def paste_masks(self, masks, boxes_xyxy, size_hw):
+        height, width = size_hw
+        return masks[:, :height, :width]
 
 
-def guessing(image):
-    found = best_first(only(oracle(), image))
+def guessing(image, masks=False):
+    found = best_first(only(oracle(masks=masks), image))
     height, width = image.shape[-2:]
     guess = {
         "boxes": torch.tensor([[width / 3, height / 3, width / 2, height / 2]]),
         "scores": torch.tensor([0.01]),
         "labels": torch.tensor([1]),
     }
-    return {key: torch.cat([found[key], guess[key]]) for key in guess}
+    both = {key: torch.cat([found[key], guess[key]]) for key in guess}
+    if masks:
+        both["masks"] = [*found["masks"], rle(rectangle(guess["boxes"][0].tolist()), (height, width))]
+    return both
 
 
-def scenes_as_table(folder):
+def scenes_as_table(folder, masks=False):
     folder.mkdir(exist_ok=True)
     table_rows = []
     for seed, (height, width) in enumerate(
@@ -244,7 +289,7 @@ def scenes_as_table(folder):
             (128, 300),
         )
     ):
-        image = scene(height, width, 15, seed, side=16)
+        image = scene(height, width, 15, seed, side=40 if masks else 16)
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"scene {seed}.png")
         boxes, labels = rectangles(image)
         areas = (boxes[:, 2:] - boxes[:, :2]).prod(1).tolist()
@@ -257,7 +302,7 @@ def scenes_as_table(folder):
             area=areas,
             id=ids,
         )
-        table_rows.append(row)
+        table_rows.append(row | ({"masks": masks_of(image, boxes, labels)} if masks else {}))
     return write_rows(
         table_rows, cache_file=folder / "table.json", image_root=folder, name="scenes", categories=CLASSES
     )
@@ -267,9 +312,9 @@ def unchanged(image, target, generator):
     return image, target
 
 
-def judged_scenes(folder):
+def judged_scenes(folder, masks=False):
     """The detections of `Finder` on the scenes in `folder`, predicted by all ranks; main process only."""
-    table = scenes_as_table(folder / f"{world()[0]}")
+    table = scenes_as_table(folder / f"{world()[0]}", masks)
     loader = validation_loader(
         table,
         unchanged,
@@ -278,30 +323,34 @@ def judged_scenes(folder):
         stride=1,
         tiling=TILING,
     )
-    return predict_dataset(Finder(), loader, "cpu", top_k=50).by_image
+    return predict_dataset(Finder(masks), loader, "cpu", top_k=50).by_image
 
 
 def assert_same_detections(ones, others):
     for one, other in zip(ones, others, strict=True):
         for key in ("boxes", "scores", "labels"):
             assert torch.equal(one[key], other[key])
+        assert one.get("masks") == other.get("masks")
 
 
-def test_an_evaluation_in_tiles_finds_what_a_prediction_finds(tmp_path):
-    table = scenes_as_table(tmp_path / "0")
-    found = judged_scenes(tmp_path)
-    predictor = Predictor("guessing", CLASSES, lambda images, _: list(map(guessing, images)))
+@pytest.mark.parametrize("masks", [False, True])
+def test_an_evaluation_in_tiles_finds_what_a_prediction_finds(tmp_path, masks):
+    table = scenes_as_table(tmp_path / "0", masks)
+    found = judged_scenes(tmp_path, masks)
+    metric = "segm_AP" if masks else "bbox_AP"
+    predictor = Predictor("guessing", CLASSES, lambda images, _: [guessing(image, masks) for image in images])
     pictures = [table.decode_image(table.row(index)) for index in range(len(table))]
     assert list(found) == table.image_ids().tolist()
     assert_same_detections(found.values(), in_tiles(predictor, TILING).predict(pictures, 0))
-    assert CocoEvaluator(table).evaluate(found)["bbox_AP"] == 1.0
+    assert CocoEvaluator(table).evaluate(found)[metric] == 1.0
     judged = in_tiles(replace(predictor, max_detections=50), TILING, as_evaluated=True)
-    assert CocoEvaluator(table).evaluate(predict_table(judged, table))["bbox_AP"] == 1.0
+    assert CocoEvaluator(table).evaluate(predict_table(judged, table))[metric] == 1.0
 
 
-def test_an_evaluation_in_tiles_is_the_same_on_two_ranks(tmp_path):
-    found = judged_scenes(tmp_path)
-    on_two, nothing = run_on_ranks(judged_scenes, 2, tmp_path)
+@pytest.mark.parametrize("masks", [False, True])
+def test_an_evaluation_in_tiles_is_the_same_on_two_ranks(tmp_path, masks):
+    found = judged_scenes(tmp_path, masks)
+    on_two, nothing = run_on_ranks(judged_scenes, 2, tmp_path, masks)
     assert not nothing
     assert on_two.keys() == found.keys()
     assert_same_detections(found.values(), on_two.values())
@@ -343,6 +392,25 @@ def test_a_run_on_tiles_is_judged_again_as_it_was(server, run, tmp_path):
     assert "10 images" in again.text
     for name in ("bbox_AP", "bbox_AR100", "loss"):
         assert again.numbers[name] == trained[f"val/{name}"]
+
+
+def test_a_run_of_masks_on_tiles_is_judged_again_and_predicts_whole_pictures(server, data, tmp_path):
+    script = SCRIPTS[2]
+    masks = ("--model.masks", "true", "--model.mask_convs", 1, "--model.mask_channels", 8)
+    args = (*TILES, *masks, "--run.output_dir", tmp_path, "--run.max_steps", 2)
+    ended = server.run(script, small_settings(script, data, args)).ok()
+    trained = next(row for row in reversed(rows(ended.folder)) if "val/segm_AP" in row)
+    saved = tmp_path / "found.json"
+    again = server.run(EVALUATE, [ended.folder, "--weights", "model", "--save", saved]).ok()
+    for name in ("segm_AP", "bbox_AP", "loss_mask", "loss"):
+        assert again.numbers[name] == trained[f"val/{name}"]
+    assert {tuple(each["segmentation"]["size"]) for each in json.loads(saved.read_text())} == {(64, 64)}
+    picture = sorted((data / "val").iterdir())[0]
+    words = [ended.folder, picture, "--out", tmp_path / "found", "--score-threshold", 0, "--flip"]
+    server.run(PREDICT, words).ok()
+    (image,) = json.loads((tmp_path / "found" / "predictions.json").read_text())["images"]
+    assert image["detections"][0]["segmentation"]["size"] == [64, 64]
+    assert (tmp_path / "found" / image["picture"]).is_file()
 
 
 def test_an_evaluation_cuts_as_the_run_unless_told_otherwise(server, run, tmp_path):

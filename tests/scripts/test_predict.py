@@ -27,7 +27,8 @@ def photos(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
     (folder / "below").mkdir()
     for source, (name, size) in zip(sorted((data / "val").iterdir()), SIZES.items(), strict=False):
-        Image.open(source).resize(size).save(folder / name)
+        mode = "RGBA" if name == "0.png" else "RGB"
+        Image.open(source).resize(size).convert(mode).save(folder / name)
     shutil.copy(ASSETS / "dirty" / "images" / "truncated.jpg", folder / "cut.jpg")
     (folder / "notes.txt").write_text("not an image")
     return folder
@@ -64,6 +65,7 @@ def test_json_and_pictures_of_everything_that_can_be_read(server, script, whole,
     assert document["errors"] == [{"file_name": str(photos / "cut.jpg"), "error": "image data truncated"}]
     assert "cut.jpg: image data truncated" in text
     assert "1 files could not be read" in text
+    assert "1 of 4 images: alpha channel dropped" in text
     names = {category["id"]: category["name"] for category in document["categories"]}
     assert [*names.values()] == ["circle", "square", "triangle", "star"]
     assert any(image["detections"] for image in images)

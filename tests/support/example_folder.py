@@ -112,7 +112,8 @@ def _make_data(folder: Path) -> None:
             shutil.copy(data / split / image["file_name"], images / name)
             image["file_name"] = name
         (folder / f"{split}.json").write_text(json.dumps(document))
-    (folder / "test-dev.json").write_text(json.dumps(document | {"annotations": [], "rel_annotations": []}))
+    published = {key: document[key] for key in ("images", "categories")}
+    (folder / "test-dev.json").write_text(json.dumps(published))
     only = folder / "ONE_SPLIT"
     shutil.copytree(data / "train", only / "train")
     (only / "annotations").mkdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mask_data import random_masks
+from pytest import approx
 from report_data import SIZE, ground_truth_as_predictions, random_case, table_of
 
 from toolkit.base.boxes import COLUMNS
@@ -27,53 +28,83 @@ def case(tmp_path_factory):
 @pytest.fixture
 def file(case, tmp_path):
     table, predictions = case
-    return write_predictions(tmp_path / "new" / "found.json", predictions, table, data={"source": "val"})
+    return write_predictions(
+        tmp_path / "new" / "found.json",
+        predictions,
+        table,
+        data={"source": "val"},
+    )
 
 
 def rewritten(file: Path, content) -> Path:
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    if not isinstance(content, str):
+        content = json.dumps(content)
+    file.write_text(content)
     return file
+
+
+def read_again(file: Path, content, table):
+    """Return the predictions that are read from a file with this content."""
+    return read_predictions(rewritten(file, content), table)
 
 
 def test_predictions_come_back(case, tmp_path):
     table, predictions = case
     scores = CocoEvaluator(table).evaluate(predictions)
-    file = write_predictions(tmp_path / "new" / "found.json", predictions, table, scores=scores)
+    path = tmp_path / "new" / "found.json"
+    file = write_predictions(path, predictions, table, scores=scores)
     read = read_predictions(file, table)
     assert read.about["scores"] == scores
     assert not read.corrected
     expected = boxes_of(predictions, table.image_ids().tolist())
+    found = read.predictions
     for key in ("offsets", "scores", "labels"):
-        assert getattr(read.predictions, key).tolist() == getattr(expected, key).tolist()
-    assert read.predictions.xyxy == pytest.approx(expected.xyxy, rel=1e-12)
-    assert CocoEvaluator(table).evaluate(read.predictions) == pytest.approx(scores, abs=1e-12)
+        column = getattr(found, key)
+        assert column.tolist() == getattr(expected, key).tolist()
+    assert found.xyxy == approx(expected.xyxy, rel=1e-12)
+    assert CocoEvaluator(table).evaluate(found) == approx(scores, abs=1e-12)
     # As evaluate.py --save of a predictions file.
-    again = read_predictions(write_predictions(tmp_path / "again.json", read.predictions, table), table)
-    assert np.allclose(again.predictions.xyxy, read.predictions.xyxy, rtol=1e-12)
+    saved = write_predictions(tmp_path / "again.json", found, table)
+    again = read_predictions(saved, table).predictions
+    assert np.allclose(again.xyxy, found.xyxy, rtol=1e-12)
 
 
 def test_predictions_of_another_program_are_matched_by_file_name(case, file):
     table, _ = case
     expected = read_predictions(file, table).predictions
     about_file(file).unlink()
-    names = dict(zip(table.image_ids().tolist(), table.file_names(), strict=True))
-    new_ids = {image_id: number for number, image_id in enumerate(reversed(names), start=10)}  # some are ids of others
+    image_ids = table.image_ids().tolist()
+    names = dict(zip(image_ids, table.file_names(), strict=True))
+    new_ids = {}
+    for number, image_id in enumerate(reversed(image_ids), start=10):  # some are ids of others
+        new_ids[image_id] = number
     renumbered = []
     named = []
     stems = []
     for entry in json.loads(file.read_text()):
-        name = names[entry["image_id"]]
-        renumbered.append(entry | {"image_id": new_ids[entry["image_id"]]})
-        named.append(renumbered[-1] | {"file_name": f"C:\\out\\{name}"})
+        image_id = entry["image_id"]
+        name = names[image_id]
+        new = entry | {"image_id": new_ids[image_id]}
+        renumbered.append(new)
+        named.append(new | {"file_name": f"C:\\out\\{name}"})
         stems.append(entry | {"image_id": Path(name).stem})
-    images = [{"id": new_ids[image_id], "file_name": name} for image_id, name in names.items()]
-    for content in (named, {"images": images, "annotations": renumbered}, stems):
-        read = read_predictions(rewritten(file, content), table).predictions
+    images = []
+    for image_id, name in names.items():
+        images.append({"id": new_ids[image_id], "file_name": name})
+    of_coco = {"images": images, "annotations": renumbered}
+    for content in (named, of_coco, stems):
+        read = read_again(file, content, table).predictions
         for key in ("offsets", *COLUMNS[:3]):
-            assert (getattr(read, key) == getattr(expected, key)).all()
+            column = getattr(read, key)
+            assert (column == getattr(expected, key)).all()
 
 
-DETECTION = {"image_id": 10, "category_id": 1, "bbox": [0, 0, 1, 1], "score": 1}
+DETECTION = {
+    "image_id": 10,
+    "category_id": 1,
+    "bbox": [0, 0, 1, 1],
+    "score": 1,
+}
 OTHER_CONTENT = {
     "nothing": "not a COCO results file",
     "{}": "expected a list",
@@ -92,12 +123,13 @@ OTHER_CONTENT = {
 @pytest.mark.parametrize("content", OTHER_CONTENT)
 def test_other_content_is_refused(case, file, content):
     with pytest.raises(BadInput, match=OTHER_CONTENT[content]):
-        read_predictions(rewritten(file, content), case[0])
+        read_again(file, content, case[0])
 
 
 def test_ten_faults_are_listed(case, file):
+    faulty = DETECTION | {"score": None}
     with pytest.raises(BadInput) as refused:
-        read_predictions(rewritten(file, [DETECTION | {"score": None}] * 30), case[0])
+        read_again(file, [faulty] * 30, case[0])
     assert len(refused.value.problems) == 10
 
 
@@ -123,11 +155,11 @@ OTHER_METADATA = [
 
 @pytest.mark.parametrize("content", OTHER_METADATA, ids=str)
 def test_metadata_of_another_form_are_one_sentence(case, file, content):
-    about = json.loads(about_file(file).read_text())
-    rewritten(
-        about_file(file),
-        json.dumps(about | content if isinstance(content, dict) else content),
-    )
+    path = about_file(file)
+    about = json.loads(path.read_text())
+    if isinstance(content, dict):
+        content = about | content
+    path.write_text(json.dumps(content))
     with pytest.raises(BadInput, match="found.about.json: .* is .*, expected .*; remove that file") as refused:
         read_predictions(file, case[0])
     assert len(refused.value.problems) == 1
@@ -139,14 +171,16 @@ def test_predictions_on_other_images_are_refused(case, file, tmp_path):
         read_predictions(file, other)
     about_file(file).unlink()
     # Of another program: nothing says so.
-    assert read_predictions(file, other).predictions.num_images == 9
+    read = read_predictions(file, other)
+    assert read.predictions.num_images == 9
 
 
 def test_boxes_but_no_graphs_can_be_judged_on_corrected_annotations(case, file, tmp_path):
     corrected, _ = random_case(tmp_path / "corrected", images=8, seed=5)  # other boxes in the same images
     read = read_predictions(file, corrected)
     assert read.corrected
-    assert (read.predictions.xyxy == read_predictions(file, case[0]).predictions.xyxy).all()
+    expected = read_predictions(file, case[0]).predictions
+    assert (read.predictions.xyxy == expected.xyxy).all()
     file.with_suffix(".graphs.npz").touch()
     with pytest.raises(BadInput, match="has scene graphs, made with other annotations"):
         read_predictions(file, corrected)
@@ -164,7 +198,9 @@ PETS = [(1, "cat"), (4, "dog"), (7, "ace")]
 def pets(folder, categories):
     """Ten images with one box of each class; categories: (id, name) of each."""
     ids, names = zip(*categories, strict=True)
-    objects = [(BOXES[name.lower()], label) for label, name in enumerate(names)]
+    objects = []
+    for label, name in enumerate(names):
+        objects.append((BOXES[name.lower()], label))
     return table_of(folder, [objects] * 10, names, draw=False, category_ids=ids)
 
 
@@ -172,7 +208,8 @@ def pets(folder, categories):
 def pets_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pets")
     table = pets(folder, PETS)
-    return write_predictions(folder / "found.json", ground_truth_as_predictions(table), table)
+    found = ground_truth_as_predictions(table)
+    return write_predictions(folder / "found.json", found, table)
 
 
 RENAMED = "the class 'ace' is called 'Ace' now"
@@ -198,7 +235,8 @@ def test_classes_of_corrected_annotations_are_matched_by_name(pets_file, tmp_pat
     known = [name for _, name in categories if name != "owl"]
     assert len(read.predictions) == 10 * len(known)
     scores = CocoEvaluator(corrected).evaluate(read.predictions)
-    assert [scores[f"AP/{name}"] for name in known] == pytest.approx([1.0] * len(known))
+    for name in known:
+        assert scores[f"AP/{name}"] == approx(1.0)
     assert not scores.get("AP/owl")
 
 
@@ -207,19 +245,18 @@ def test_classes_that_do_not_fit_are_refused_in_one_sentence(pets_file, tmp_path
     with pytest.raises(BadInput) as error:
         read_predictions(pets_file, others)
     (sentence,) = error.value.problems
-    assert re.search(
-        r"predictions of \['ace'\], which .* does not know, and .* has boxes of \['owl'\]",
-        sentence,
-    )
+    expected = r"predictions of \['ace'\], which .* does not know, and .* has boxes of \['owl'\]"
+    assert re.search(expected, sentence)
 
 
 def test_classes_of_another_form_are_refused(pets_file, tmp_path):
     file = shutil.copy(pets_file, tmp_path / "found.json")
     about = json.loads(about_file(pets_file).read_text())
+    corrected = pets(tmp_path, PETS[:2])
     for classes in (7, [7], [{"id": [], "name": "cat"}], [{"id": 1}]):
         rewritten(about_file(file), about | {"classes": classes})
         with pytest.raises(BadInput, match="expected `classes`, a list of objects with id and name"):
-            read_predictions(file, pets(tmp_path, PETS[:2]))
+            read_predictions(file, corrected)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +272,9 @@ def graphs(tmp_path_factory):
         "pairs": np.array([[0, 1]]),
         "predicate_scores": np.ones((1, 1), np.float32),
     }
-    file = write_predictions(folder / "g.json", dict.fromkeys(table.image_ids().tolist(), graph), table)
+    image_ids = table.image_ids().tolist()
+    of_images = dict.fromkeys(image_ids, graph)
+    file = write_predictions(folder / "g.json", of_images, table)
     archive = file.with_suffix(".graphs.npz")
     return file, table, archive.read_bytes(), dict(np.load(archive))
 
@@ -243,7 +282,8 @@ def graphs(tmp_path_factory):
 @pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.5, 0.9])
 def test_a_damaged_file_of_graphs_is_one_sentence(graphs, share):
     file, table, whole, _ = graphs
-    file.with_suffix(".graphs.npz").write_bytes(whole[: int(share * len(whole))])
+    rest = whole[: int(share * len(whole))]
+    file.with_suffix(".graphs.npz").write_bytes(rest)
     with pytest.raises(BadInput, match="g.graphs.npz: not a file of scene graphs"):
         read_predictions(file, table)
 
@@ -263,9 +303,12 @@ def test_arrays_of_graphs_that_do_not_fit_are_refused(graphs, name):
     changes = [arrays | {name: other} for other in columns]
     for rows in (3, [1.0, 1.0], [-1, 3], [1]):
         changes.append(arrays | {f"{name}/rows": np.array(rows)})
-    changes.append({key: value for key, value in arrays.items() if key != name})
+    without = dict(arrays)
+    del without[name]
+    changes.append(without)
+    archive = file.with_suffix(".graphs.npz")
     for changed in changes:
-        np.savez(file.with_suffix(".graphs.npz"), **changed)
+        np.savez(archive, **changed)
         with pytest.raises(BadInput, match="g.graphs.npz: "):
             read_predictions(file, table)
 
@@ -286,7 +329,8 @@ def test_masks_come_back(masks, mask_file):
     read = read_predictions(mask_file, table).predictions
     expected = boxes_of(predictions, table.image_ids().tolist())
     assert list(read.extra["masks"]) == list(expected.extra["masks"])
-    assert CocoEvaluator(table).evaluate(read) == CocoEvaluator(table).evaluate(predictions)
+    scores = CocoEvaluator(table).evaluate(read)
+    assert scores == CocoEvaluator(table).evaluate(predictions)
 
 
 def test_polygons_and_masks_without_boxes_of_another_program_are_read(masks, mask_file):
@@ -295,15 +339,25 @@ def test_polygons_and_masks_without_boxes_of_another_program_are_read(masks, mas
     entries[0]["segmentation"] = [[1.0, 1.0, 20.0, 1.0, 20.0, 30.0]]
     for entry in entries:
         del entry["bbox"]
-    read = read_predictions(rewritten(mask_file, entries), masks[0]).predictions
-    assert bitmap(read.extra["masks"][0], SIZE).sum() == pytest.approx(0.5 * 19 * 29, rel=0.1)
-    assert read.xyxy[0].tolist() == [1, 1, 20, 30]  # the corners of the polygon
-    assert np.array_equal(read.xyxy[1:], tight_boxes(read.extra["masks"][1:], SIZE))
+    read = read_again(mask_file, entries, masks[0]).predictions
+    polygon, *others = read.extra["masks"]
+    area = bitmap(polygon, SIZE).sum()
+    assert area == approx(0.5 * 19 * 29, rel=0.1)
+    first, *rest = read.xyxy.tolist()
+    assert first == [1, 1, 20, 30]  # the corners of the polygon
+    assert rest == tight_boxes(others, SIZE).tolist()
     height, width = SIZE
     # Column by column: 3 pixels from row 10 on, in the columns 2 and 3.
-    runs = [2 * height + 10, 3, height - 3, 3, height * (width - 4) + height - 13]
-    uncompressed = entries[0] | {"segmentation": {"size": [height, width], "counts": runs}}
-    read = read_predictions(rewritten(mask_file, [uncompressed]), masks[0]).predictions
+    runs = [
+        2 * height + 10,
+        3,
+        height - 3,
+        3,
+        height * (width - 4) + height - 13,
+    ]
+    mask = {"size": [height, width], "counts": runs}
+    uncompressed = entries[0] | {"segmentation": mask}
+    read = read_again(mask_file, [uncompressed], masks[0]).predictions
     assert read.xyxy.tolist() == [[2, 10, 4, 13]]
 
 
@@ -323,5 +377,5 @@ def test_a_mask_that_cannot_be_used_is_named_with_its_detection(masks, mask_file
     if "cannot be used" in words:
         del entries[1]["bbox"]  # which is then that of the mask
     with pytest.raises(BadInput, match=f"detection 1: .*{words}") as said:
-        read_predictions(rewritten(mask_file, entries), masks[0])
+        read_again(mask_file, entries, masks[0])
     assert len(str(said.value)) < 500

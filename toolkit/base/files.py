@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import did_you_mean
+from toolkit.base.text import did_you_mean, first_names
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel has scripts/ and configs/ inside the package; in a checkout they stand beside it.
@@ -51,8 +51,7 @@ def near_names(path: Path) -> str:
         return ""
     stem = without_suffix(name)  # an equal suffix alone does not make a name similar
     similar = [other for other in names if did_you_mean(stem, [without_suffix(other)])]
-    more = ", ..." if len(names) > 5 else ""
-    listed = f"{given}{os.sep} contains {', '.join(names[:5])}{more}" if names else ""
+    listed = f"{given}{os.sep} contains {first_names(names, 5)}" if names else ""
     return did_you_mean(name, similar, otherwise=listed, written=lambda near: str(given / near), most=3)
 
 

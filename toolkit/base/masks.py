@@ -19,6 +19,7 @@ CHECKSUM_BYTES = 4  # of the masks of an image
 
 BORDER_EPS = 1e-6  # distance in pixels from which on a point is not on the border of a pixel; above what rounding makes
 MASKS_AT_ONCE = 255  # with more of them, pycocotools' `area` fails (OverflowError)
+MAX_SIGNS = 7  # of a number in compressed run lengths, which is 35 bits: more than any run needs
 
 Size = tuple[int, int]  # height, width in pixels
 
@@ -157,7 +158,7 @@ def _draw_runs(runs: Rle, scale: np.ndarray, shift: np.ndarray, canvas: np.ndarr
     box = np.array([[x, y], [x + width, y + height]])
     part, corner = _part_around(box * scale + shift, canvas)
     if part.size:
-        part[:] = _moved_pixels(bitmap(runs, runs.size_hw), scale, shift, corner, part.shape)
+        part[:] = _moved_pixels(runs, scale, shift, corner, part.shape)
 
 
 def _part_around(points: np.ndarray, canvas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -167,29 +168,30 @@ def _part_around(points: np.ndarray, canvas: np.ndarray) -> tuple[np.ndarray, np
     return canvas[top:bottom, left:right], np.array([left, top])
 
 
-def _moved_pixels(
-    pixels: np.ndarray, scale: np.ndarray, shift: np.ndarray, corner: np.ndarray, size_hw: Size
-) -> np.ndarray:
-    """Return the part of an image that has this corner (x, y) and size, with pixels (h, w) moved into the image by
-    scale and shift; the nearest pixel counts.
+def _moved_pixels(runs: Rle, scale: np.ndarray, shift: np.ndarray, corner: np.ndarray, size_hw: Size) -> np.ndarray:
+    """Return the part of an image that has this corner (x, y) and size, with run lengths moved into the image by scale
+    and shift; the nearest pixel counts.
 
     Of two that are as near, such as all at half the size, the left and the right one count in turn: if it was always
     the same one, the mask would be moved by a quarter of a pixel.
     """
+    places = []  # in the part, of rows and of columns that have a source
     sources = []
-    for axis, length in ((1, size_hw[0]), (0, size_hw[1])):  # rows, which are y, and columns
-        places = corner[axis] + np.arange(length)
-        points = (places + 0.5 - shift[axis]) / scale[axis]
+    for axis, length, source_length in ((1, size_hw[0], runs.size_hw[0]), (0, size_hw[1], runs.size_hw[1])):
+        pixels = corner[axis] + np.arange(length)
+        points = (pixels + 0.5 - shift[axis]) / scale[axis]
         borders = np.rint(points)
         on_border = abs(points - borders) < BORDER_EPS
-        nearest = np.where(on_border, borders - places % 2, np.floor(points))
-        sources.append(nearest.astype(int))
+        nearest = np.where(on_border, borders - pixels % 2, np.floor(points)).astype(int)
+        inside = np.flatnonzero((nearest >= 0) & (nearest < source_length))
+        places.append(inside)
+        sources.append(nearest[inside])
     moved = np.zeros(size_hw, np.uint8)
-    inside = []
-    for source, length in zip(sources, pixels.shape, strict=True):
-        inside.append(np.flatnonzero((source >= 0) & (source < length)))
-    rows, columns = inside
-    moved[np.ix_(rows, columns)] = pixels[np.ix_(sources[0][rows], sources[1][columns])]
+    rows, columns = sources
+    if len(rows) and len(columns):
+        left, top = columns.min(), rows.min()
+        source = pixels_in(runs, (left, top, columns.max() + 1, rows.max() + 1))
+        moved[np.ix_(*places)] = source[np.ix_(rows - top, columns - left)]
     return moved
 
 
@@ -222,30 +224,95 @@ def bitmap(shape: Shape, size_hw: Size) -> np.ndarray:
     return coco_mask.decode(rle(shape, size_hw).as_coco())
 
 
-def rles_of(pixels: Tensor) -> list[Rle]:
-    """Return masks (N, H, W) on the CPU, true or not 0 inside, as the run lengths of `pycocotools.mask.encode`.
+def decompressed(counts: str | bytes) -> np.ndarray | None:
+    """Return the run lengths (R,) int64 of COCO's compressed text; None if it is not such a text.
 
-    Only the pixels in the box around each mask are looked at one by one, since most masks are small.
+    After pycocotools' `rleFrString`: five bits in each character; a sixth says that the number goes on, and from the
+    fourth number on each is the difference to the one before the last.
+    """
+    try:
+        signs = np.frombuffer(counts.encode("ascii") if isinstance(counts, str) else counts, np.uint8).astype(np.int64)
+    except UnicodeEncodeError:
+        return None
+    signs = signs - 48
+    if not len(signs) or (signs < 0).any() or (signs > 63).any() or signs[-1] & 32:
+        return None
+    is_last = (signs & 32) == 0
+    ends = np.flatnonzero(is_last)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lengths = ends - starts + 1
+    if lengths.max() > MAX_SIGNS:
+        return None
+    place = np.arange(len(signs)) - np.repeat(starts, lengths)
+    values = np.add.reduceat((signs & 31) << (5 * place), starts)
+    is_negative = (signs[ends] & 16) != 0
+    values -= np.where(is_negative, np.int64(1) << (5 * lengths), 0)
+    values[1::2] = np.cumsum(values[1::2])
+    values[2::2] = np.cumsum(values[2::2])
+    return values
+
+
+def pixels_in(runs: Rle, part_xyxy: Sequence[int]) -> np.ndarray:
+    """Return the pixels (h, w) uint8 that a mask has in a part of its picture, left, top, right and bottom in whole
+    pixels. Only the columns of the part are decoded: a picture of 10,000 x 10,000 pixels would take 100 MB."""
+    left, top, right, bottom = part_xyxy
+    height, _ = runs.size_hw
+    ends = np.cumsum(decompressed(runs.counts)).clip(left * height, right * height)
+    lengths = np.diff(ends, prepend=left * height)
+    is_inside = np.arange(len(lengths)) % 2
+    columns = np.repeat(is_inside.astype(np.uint8), lengths).reshape(right - left, height)
+    return columns.T[top:bottom]
+
+
+def shifted(shape: Shape, x: int, y: int, size_hw: Size) -> Shape:
+    """Return a mask moved by whole pixels into another picture of this size, such as a tile.
+
+    Run lengths are cut to that picture; polygons keep all of their corners. None stays None.
+    """
+    if shape is None:
+        return None
+    if not isinstance(shape, Rle):
+        return tuple(ring + [x, y] for ring in shape)
+    height, width = size_hw
+    box = tight_boxes([shape], shape.size_hw)[0]
+    part = box.clip([-x, -y, -x, -y], [width - x, height - y, width - x, height - y]).astype(int).tolist()
+    left, top, *_ = part
+    return encoded(pixels_in(shape, part), (left + x, top + y), size_hw)
+
+
+def mirrored_mask(mask: Rle) -> Rle:
+    """Return a mask in its picture mirrored left to right."""
+    return encoded(bitmap(mask, mask.size_hw)[:, ::-1], (0, 0), mask.size_hw)
+
+
+def rles_of(pixels: Tensor) -> list[Rle]:
+    """Return masks (N, H, W) on the CPU, true or not 0 inside, as run lengths, see `encoded`."""
+    size_hw = tuple(pixels.shape[-2:])
+    return [encoded(mask, (0, 0), size_hw) for mask in pixels.bool().contiguous().view(torch.uint8).numpy()]
+
+
+def encoded(pixels: np.ndarray, corner_xy: tuple[int, int], size_hw: Size) -> Rle:
+    """Return pixels (h, w) of 0 and 1 as the run lengths of `pycocotools.mask.encode` in a picture of this size, in
+    which their upper left pixel lies at `corner_xy`.
+
+    Only the pixels in the box around a mask are looked at one by one, since most masks are small.
     """
     from pycocotools import mask as coco_mask
 
-    height, width = size_hw = tuple(pixels.shape[-2:])
-    encoded = []
-    for mask in pixels.bool().contiguous().view(torch.uint8).numpy():
-        counts = np.diff(_changes(mask), prepend=0, append=height * width).tolist()
-        if counts[-1] == 0:
-            del counts[-1]
-        runs = {"size": [height, width], "counts": counts}
-        encoded.append(Rle(size_hw, coco_mask.frPyObjects(runs, height, width)["counts"]))
-    return encoded
+    height, width = size_hw
+    counts = np.diff(_changes(pixels, corner_xy, height), prepend=0, append=height * width).tolist()
+    if counts[-1] == 0:
+        del counts[-1]
+    runs = {"size": [height, width], "counts": counts}
+    return Rle(size_hw, coco_mask.frPyObjects(runs, height, width)["counts"])
 
 
-def _changes(mask: np.ndarray) -> np.ndarray:
-    """Return where a mask (H, W) of 0 and 1 changes, column by column, as ascending numbers of pixels.
+def _changes(mask: np.ndarray, corner_xy: tuple[int, int], height: int) -> np.ndarray:
+    """Return where a mask (h, w) of 0 and 1 changes in a picture of this height, as of `encoded`, column by column, as
+    ascending numbers of pixels.
 
     The first change is from 0 to 1: a mask that begins with 1 has it at 0.
     """
-    height = len(mask)
     columns = np.flatnonzero(np.bitwise_or.reduce(mask, axis=0))
     if not len(columns):
         return columns
@@ -254,9 +321,11 @@ def _changes(mask: np.ndarray) -> np.ndarray:
     rows = np.flatnonzero(np.bitwise_or.reduce(part, axis=1))
     top = rows[0]
     part = part[top : rows[-1] + 1]
-    framed = np.pad(part.T, ((0, 0), (1, 1)))  # every column begins and ends with 0
+    framed = np.zeros((part.shape[1], len(part) + 2), np.uint8)  # every column begins and ends with 0
+    framed[:, 1:-1] = part.T
     column, row = np.nonzero(framed[:, 1:] != framed[:, :-1])
-    changes = (left + column) * height + top + row
+    x, y = corner_xy
+    changes = (x + left + column) * height + y + top + row
     # Where a run goes on at the top of the next column, it ends and begins at the same pixel.
     goes_on = np.flatnonzero(changes[1:] == changes[:-1])
     return np.delete(changes, np.concatenate([goes_on, goes_on + 1]))
@@ -271,6 +340,24 @@ def areas(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
         encoded = [rle(shape, size_hw).as_coco() for shape in shapes[start : start + MASKS_AT_ONCE]]
         parts.append(np.array(coco_mask.area(encoded), np.float64))
     return np.concatenate(parts)
+
+
+def overlaps_in(region_xyxy: Sequence[float], ones: Sequence[Rle], others: Sequence[Rle]) -> np.ndarray:
+    """Return the IoU (A, B) of A and B masks, at least one each, in a region of the picture of all; it is 0 for two
+    without a pixel there."""
+    from pycocotools import mask as coco_mask
+
+    region = rle(rectangle(region_xyxy), ones[0].size_hw).as_coco()
+    inside = [[coco_mask.merge([mask.as_coco(), region], intersect=True) for mask in masks] for masks in (ones, others)]
+    return coco_mask.iou(*inside, np.zeros(len(others), np.uint8))
+
+
+def united(masks: Sequence[Rle]) -> Rle:
+    """Return the union of masks, at least one, of one picture."""
+    from pycocotools import mask as coco_mask
+
+    union = coco_mask.merge([mask.as_coco() for mask in masks])
+    return Rle(masks[0].size_hw, union["counts"])
 
 
 def tight_boxes(shapes: Sequence[Shape], size_hw: Size) -> np.ndarray:
@@ -294,6 +381,13 @@ def column_of(shapes: Sequence[Shape]) -> np.ndarray:
     for row, shape in enumerate(shapes):
         column[row] = shape  # one by one: NumPy would take tuples apart
     return column
+
+
+def selected_masks(masks: Tensor | Sequence[Rle], rows: Tensor) -> Tensor | list[Rle]:
+    """Return the masks with these row numbers, of a tensor (K, ...) or of a list."""
+    if isinstance(masks, Tensor):
+        return masks[rows]
+    return [masks[row] for row in rows.tolist()]
 
 
 # ---- as stored in a table --------------------------------------------------------------------------------------------

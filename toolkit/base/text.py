@@ -186,6 +186,14 @@ def _first(text: str, limit: int) -> str:
     return text[: 3 * limit]
 
 
+def first_names(values: Sequence, most: int = 3, written: Callable[[object], str] = str) -> str:
+    """Return the first values of a list for a message, and "..." for further ones."""
+    named = [written(value) for value in values[:most]]
+    if len(values) > most:
+        named.append("...")
+    return ", ".join(named)
+
+
 def size_text(size_hw: Sequence[int]) -> str:
     """Format a size (height, width) in pixels: "640" if both are 640, else both in this order, such as "384 x 640"."""
     height, width = size_hw

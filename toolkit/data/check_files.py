@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, usable_cores, with_stall_warnings
-from toolkit.base.text import shown
+from toolkit.base.text import first_names, shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.checks import CheckedAnnotations
 from toolkit.data.decoding import (
@@ -305,9 +305,7 @@ def _linked_files(rows: Sequence[ImageRow], image_root: Path | ImageSources) -> 
     names = map_in_threads(linked, rows, "looking for links", reading_threads(image_root))
     if not names:
         return []
-    some = ", ".join(map(shown, names[:3]))
-    if len(names) > 3:
-        some += ", ..."
+    some = first_names(names, written=shown)
     message = f"{len(names)} of {len(rows)} images are links to files elsewhere, which are read: {some}"
     return [Problem("note", str(image_root), None, None, message)]
 
@@ -321,8 +319,7 @@ def unlisted_files(image_root: Path | ImageSources, folders: Iterable[str], list
     names = [name for name in _image_names(image_root, folders) if name not in listed]
     if len(names) <= MAX_UNLISTED_NAMED:
         return [Problem("warning", name, None, None, f"file {UNLISTED}") for name in names]
-    first = ", ".join(map(shown, names[:3]))
-    message = f"{len(names)} image files {UNLISTED}: {first}, ..."
+    message = f"{len(names)} image files {UNLISTED}: {first_names(names, written=shown)}"
     return [Problem("warning", str(image_root), None, None, message)]
 
 

@@ -170,22 +170,23 @@ def _decode_reduced_jpeg(
     """Return the result of `decode_reduced` for a JPEG; None: it is not to be reduced, or cannot be."""
     with _as_image_errors(data, path), Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
         width, height = image.size
-        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        size_hw = (width, height) if is_turned else (height, width)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        size_hw = (width, height) if orientation in (5, 6, 7, 8) else (height, width)
         divisor = reduction(size_hw, least_hw)
         reduced_size = (width // divisor, height // divisor)
         if divisor == 1 or image.draft(None, reduced_size) is None:
             return None
         image.load()
-        decoded = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
-        _check_scans(data, decoded.permute(2, 0, 1), path, block=1)  # a resize would mix the last block with others
+        rgb = torch.from_numpy(_to_rgb(image, path)).permute(2, 0, 1)
+        _check_scans(data, rgb, path, block=1)  # a resize would mix the last block with others
+        if image.size == reduced_size and orientation not in range(2, 9):
+            return rgb, size_hw
         if image.size != reduced_size:
             # libjpeg rounds sides up; its last row or column then lies partly outside of the picture
             seen = (0, 0, width / divisor, height / divisor)
             image = image.resize(reduced_size, Image.Resampling.BILINEAR, box=seen)
         ImageOps.exif_transpose(image, in_place=True)  # `pixels_of` copies, since its image belongs to somebody else
-        rgb = torch.from_numpy(_to_rgb(image, path))  # (H, W, 3)
-        return rgb.permute(2, 0, 1), size_hw
+        return torch.from_numpy(_to_rgb(image, path)).permute(2, 0, 1), size_hw
 
 
 def _decode_whole(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import shown
+from toolkit.base.text import first_names, shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.check_files import map_in_threads
 from toolkit.data.checks import unsafe_file_name
@@ -16,6 +16,8 @@ from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.layout import Layout, may_hold
 from toolkit.data.table import Problem
 
+IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs", "img")  # beside annotations, in this order
+PROBED_NAMES = 20  # of images, to find their folder
 MAX_FOLDERS = 2_000  # of a data set that are looked through
 
 
@@ -67,6 +69,36 @@ def find_root(
     name = repr(shown(first)) if first else "(no usable file_name)"
     tried = ", ".join(map(str, candidates))
     raise BadInput(f"{where}: no image folder found for {name}; tried {tried}; set it with --data.image_dir")
+
+
+def find_root_near(
+    layout: Layout,
+    folder: Path,
+    annotations: Path,
+    split: str | None,
+    names: Sequence[str],
+    name_in: Callable[[Path, str], str] | None = None,
+) -> Path:
+    """Return the folder of the images of a file with the annotations of many, see `find_root`.
+
+    Args:
+        folder: of the data set.
+        annotations: the file.
+        split: of the images; None: it is not known.
+        names: of the images, of which the first are looked for.
+        name_in: returns the name that an image has in a folder; None: `found_name`.
+    """
+    above = annotations.parent.parent if annotations.parent != folder else folder
+    bases = list(dict.fromkeys((annotations.parent, above, folder)))
+    candidates = [base / name for base in bases for name in IMAGE_FOLDERS]
+    for inner in layout.folders_of_splits(*bases, *(base / "images" for base in bases)).get(split, []):
+        candidates += [inner, inner / "images"]
+
+    def holds(candidate: Path) -> bool:
+        present = ((name_in or found_name)(candidate, name) for name in names[:PROBED_NAMES])
+        return any(not os.path.isabs(name) and os.path.isfile(candidate / name) for name in present)
+
+    return find_root(candidates, holds, layout, folder, where=annotations, first=next(iter(names), None))
 
 
 def found_name(root: Path | ImageSources, name: str) -> str:
@@ -153,7 +185,7 @@ def _notes(paths: Iterable[str], root: Path) -> list[Problem]:
         names.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
     notes = []
     for place, pictures in names.items():
-        some = ", ".join(map(shown, pictures[:3])) + ", ..." * (len(pictures) > 3)
+        some = first_names(pictures, written=shown)
         message = f"{len(pictures)} pictures that are not in {root} were found here: {some}"
         notes.append(Problem("note", place, None, None, message))
     return notes

@@ -344,10 +344,6 @@ def check_masks(c: Any, asked_by: str) -> None:
     asked_by: the setting that asks for masks, such as "model.masks".
     """
     faults = []
-    if c.tile is not None:
-        faults.append(
-            f"data.tile {c.tile}: masks are not cut into tiles and joined again; leave data.tile or {asked_by} out"
-        )
     for name in BLENDING:
         if getattr(c, name):
             faults.append(

@@ -6,14 +6,13 @@ from itertools import chain
 
 import numpy as np
 
-from toolkit.base.masks import Polygons, Rle, Shape, tight_boxes
+from toolkit.base.masks import Polygons, Rle, Shape, decompressed, tight_boxes
 from toolkit.base.text import shown
 
 LEAST_CORNERS = 3
 MAX_MASK_COORDINATE_PX = 1e6  # pixels; larger values are not places in pictures
 MAX_MASK_PIXELS = 2**32 - 1  # pycocotools counts in 32 bits
 MAX_OUTLINE_PX = 1e6  # of a mask; with pycocotools' 80 bytes for each pixel of it, 80 MB while it is drawn
-MAX_SIGNS = 7  # of a number in compressed run lengths, which is 35 bits: more than any run needs
 NUMBER_TYPES = {int, float}
 MAX_QUOTED = 60  # characters
 
@@ -148,34 +147,6 @@ def _run_lengths(segmentation: Mapping) -> tuple[Shape, list[str]]:
         compressed = coco_mask.frPyObjects({"size": size_hw, "counts": counts}, height, width)
         return Rle((height, width), compressed["counts"]), []
     return Rle((height, width), counts.encode() if isinstance(counts, str) else counts), []
-
-
-def decompressed(counts: str | bytes) -> np.ndarray | None:
-    """Return the run lengths (R,) int64 of COCO's compressed text; None if it is not such a text.
-
-    After pycocotools' `rleFrString`: five bits in each character; a sixth says that the number goes on, and from the
-    fourth number on each is the difference to the one before the last.
-    """
-    try:
-        signs = np.frombuffer(counts.encode("ascii") if isinstance(counts, str) else counts, np.uint8).astype(np.int64)
-    except UnicodeEncodeError:
-        return None
-    signs = signs - 48
-    if not len(signs) or (signs < 0).any() or (signs > 63).any() or signs[-1] & 32:
-        return None
-    is_last = (signs & 32) == 0
-    ends = np.flatnonzero(is_last)
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    lengths = ends - starts + 1
-    if lengths.max() > MAX_SIGNS:
-        return None
-    place = np.arange(len(signs)) - np.repeat(starts, lengths)
-    values = np.add.reduceat((signs & 31) << (5 * place), starts)
-    is_negative = (signs[ends] & 16) != 0
-    values -= np.where(is_negative, np.int64(1) << (5 * lengths), 0)
-    values[1::2] = np.cumsum(values[1::2])
-    values[2::2] = np.cumsum(values[2::2])
-    return values
 
 
 def to_segmentation(shape: Shape) -> list | dict:

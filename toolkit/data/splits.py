@@ -18,6 +18,7 @@ from toolkit.base.files import near_names
 from toolkit.base.text import shown
 from toolkit.data.classes import describe_class_map
 from toolkit.data.formats import is_several, open_dataset, pair_folders_and_splits, recognise, split_in
+from toolkit.data.problem_lines import kind_of
 from toolkit.data.table import DetectionTable
 
 Say = Callable[[str], None]
@@ -29,6 +30,7 @@ MOSTLY_EMPTY_SHARE = 0.95  # share of images without an object that is asked abo
 MANY_CROWDS_SHARE = 0.1  # share of crowd regions among all boxes that is warned of
 FEW_IMAGES = 20  # below this, a few images more or less say nothing
 MAX_PROBLEM_COLUMNS = 120  # characters of the first problem of a kind
+MAX_KINDS = 3  # of problems of one severity, whose first ones are told
 # Severities of problems, and their names in singular and plural.
 COUNTED = (
     ("error", "record left out", "records left out"),
@@ -270,18 +272,20 @@ def notes_of(table: DetectionTable) -> list[str]:
 
 
 def what_was_wrong(table: DetectionTable) -> str:
-    """Return a text with the numbers of errors, warnings and notes of a table, and the first of each; "" if none."""
+    """Return a text with the numbers of errors, warnings and notes of a table, and the first of each kind; "" if none.
+    """
     parts = []
     for severity, one, several in COUNTED:
         found = [problem for problem in table.problems if problem.severity == severity]
         if not found:
             continue
         found.sort(key=lambda problem: problem.image_id is not None)  # what concerns the whole of the data comes first
-        first = shown(f"{Path(found[0].file).name}: {found[0].message}", MAX_PROBLEM_COLUMNS)
-        if len(found) == 1:
-            parts.append(f"1 {one} ({first})")
-        else:
-            parts.append(f"{len(found)} {several} (first {first})")
+        told: dict[str, str] = {}
+        for problem in found:
+            text = f"{Path(problem.file).name}: {problem.message}"
+            told.setdefault(kind_of(problem.message), shown(text, MAX_PROBLEM_COLUMNS))
+        firsts = "; ".join(list(told.values())[:MAX_KINDS])
+        parts.append(f"1 {one} ({firsts})" if len(found) == 1 else f"{len(found)} {several} (first {firsts})")
     return "; ".join(parts)
 
 

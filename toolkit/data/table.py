@@ -16,7 +16,7 @@ from toolkit.base.boxes import Boxes, Relations, offsets_of
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS
 from toolkit.base.masks import Shape, column_of, from_bytes
-from toolkit.base.text import shown
+from toolkit.base.text import first_names, shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.columns import Columns, StoredFile, changed_file, read_columns
 from toolkit.data.decoding import ImageError, decode_image, decode_reduced
@@ -194,15 +194,20 @@ class DetectionTable:
 
         Raises BadInput if the file no longer has them.
         """
+        shapes = self.stored_masks(index)
+        boxes = self.columns.boxes
+        return [shapes[position] for position in boxes.extra["stored_mask"][boxes.of_image(index)].tolist()]
+
+    def stored_masks(self, index: int) -> list[Shape]:
+        """Return the masks that are stored for one image, to which `stored_mask` of its boxes refers. Raises BadInput
+        if the file no longer has them."""
         content = self._read_stored("masks", index)
         try:
-            shapes = from_bytes(content)
+            return from_bytes(content)
         except ValueError as error:
             number = self.columns.images["masks"][index, 0]
             what = f"the masks of {self.image_name(index)}"
             raise BadInput(changed_file(self.stored_files[number].path, what)) from error
-        boxes = self.columns.boxes
-        return [shapes[position] for position in boxes.extra["stored_mask"][boxes.of_image(index)].tolist()]
 
     def _read_stored(self, column: str, index: int) -> bytes:
         """Return what is stored of one image: `column` is "image" or "masks". Raises BadInput if it is gone."""
@@ -375,7 +380,7 @@ class DetectionTable:
                 image.name for key, image in new.items() if key in old and image.annotations != old[key].annotations
             ],
         }
-        changes = [f"{len(names):,} {what} ({_some(names)})" for what, names in parts.items() if names]
+        changes = [f"{len(names):,} {what} ({first_names(names)})" for what, names in parts.items() if names]
         if not changes and map_before != self.class_map:
             return counts
         images = "all images, those held out among them," if self.is_selection else "the images"
@@ -445,11 +450,6 @@ def _annotations(boxes: Boxes) -> list[bytes]:
 
 def _image_name(columns: Columns, index: int) -> str:
     return f"{columns.images['file_name'][index]} (id {columns.images['image_id'][index]})"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names, and "..." for further ones."""
-    return ", ".join([*names[:3], *["..."] * (len(names) > 3)])
 
 
 def _in_braces(class_map: Mapping[str, str | None]) -> str:

@@ -1,5 +1,6 @@
 """A table whose images are tiles of the pictures of another, for training and judging on tiles of large pictures."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -9,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from toolkit.base.boxes import Boxes, Relations, offsets_of, rows_of_lists
-from toolkit.data.columns import ON_DISK, TEXT, Columns
+from toolkit.base.masks import Shape, areas, shifted
+from toolkit.data.columns import TEXT, Columns
 from toolkit.data.image_sources import Stored
 from toolkit.data.sampling import MIXED_PICTURES
 from toolkit.data.table import DetectionTable
@@ -63,11 +65,13 @@ class DecodedPictures:
 class TileTable(DetectionTable):
     """The tiles of the pictures of a table, one row per tile, picture by picture; made by `tiles_of_table`.
 
-    The boxes of a tile are in its own pixels and clipped to it. A box of which it shows less than the share
-    `tiling.visible` is marked as a crowd region, which is neither object nor background. A box that two tiles show is
-    in both, with the same id. The area of a cut object is its area times the share of its box that the tile shows.
-    The image id of a tile is a text, "17@640,0" for that of the picture 17 at left 640 and top 0. Relations and masks
-    are left out. `row` has `tile`, the xyxy of a tile in its picture, and `picture`, the row of that in `pictures`.
+    Boxes and masks of a tile are in its own pixels, and boxes are clipped to it. An object of which it shows less than
+    the share `tiling.visible` is marked as a crowd region, which is neither object nor background. An object that two
+    tiles show is in both, with the same id. The area of a cut object is the number of pixels of its mask that the tile
+    shows, and the share is that of these pixels; without a pixel the object is not in the tile. Of an object without a
+    mask, the share is that of its box, and the area is multiplied by it.
+    The image id of a tile is a text, "17@640,0" for that of the picture 17 at left 640 and top 0. Relations are left
+    out. `row` has `tile`, the xyxy of a tile in its picture, and `picture`, the row of that in `pictures`.
 
     pictures: the table of whole pictures. tiling: how they are cut.
     """
@@ -89,6 +93,13 @@ class TileTable(DetectionTable):
     def has_objects(self) -> np.ndarray:
         """Return (W,) bool: whether a tile has a box that is not a crowd region."""
         return self.num_objects() > 0
+
+    def masks_of(self, index: int) -> list[Shape]:
+        """Return the masks of the objects of a tile in its pixels, see `DetectionTable.masks_of`. Polygons may reach
+        beyond the tile; run lengths are cut to it."""
+        left, top, right, bottom = self.tiles_xyxy[index].tolist()
+        tile_hw = (bottom - top, right - left)
+        return [shifted(shape, -left, -top, tile_hw) for shape in super().masks_of(index)]
 
     def image_source(self, row: Mapping) -> Path | Stored | bytes:
         """Return the place of the whole picture, or its encoded bytes."""
@@ -133,7 +144,7 @@ class TileTable(DetectionTable):
 
 
 def tiles_of_table(pictures: DetectionTable, tiling: Tiling) -> TileTable:
-    """Return the tiles of the pictures of a table as a table; no picture is read.
+    """Return the tiles of the pictures of a table as a table; no picture is read, but the masks of cut objects are.
 
     Raises BadInput: there are too many.
     """
@@ -141,7 +152,7 @@ def tiles_of_table(pictures: DetectionTable, tiling: Tiling) -> TileTable:
     tiles, picture_of_tile = _layout(pictures.sizes_hw(), tiling)
     columns = Columns(
         _images_of_tiles(pictures, tiles, picture_of_tile),
-        _clipped(pictures.columns.boxes, tiles, picture_of_tile, tiling.visible),
+        _clipped(pictures, tiles, picture_of_tile, tiling.visible),
         Relations.none(len(tiles)),
     )
     values = {each.name: getattr(pictures, each.name) for each in fields(DetectionTable)}
@@ -149,7 +160,6 @@ def tiles_of_table(pictures: DetectionTable, tiling: Tiling) -> TileTable:
     values["predicates"] = ()
     values["fingerprint"] = f"{pictures.fingerprint}-{tiling}"
     values["before_classes"] = None
-    values["stored_files"] = ()
     values["arrow_files"] = ()
     return TileTable(**values, pictures=pictures, tiling=tiling)
 
@@ -173,7 +183,7 @@ def _images_of_tiles(
 ) -> dict[str, np.ndarray]:
     columns = {}
     for name, column in pictures.columns.images.items():
-        if name not in ON_DISK:
+        if name != "image":
             columns[name] = column[picture_of_tile]
     left_top = tiles[:, :2]
     right_bottom = tiles[:, 2:]
@@ -187,30 +197,59 @@ def _images_of_tiles(
     return columns
 
 
-def _clipped(boxes: Boxes, tiles: np.ndarray, picture_of_tile: np.ndarray, visible: float) -> Boxes:
-    """Return the boxes of all tiles (W, 4) as `TileTable` has them; boxes: of the pictures."""
+def _clipped(pictures: DetectionTable, tiles: np.ndarray, picture_of_tile: np.ndarray, visible: float) -> Boxes:
+    """Return the boxes of all tiles (W, 4) as `TileTable` has them."""
+    boxes = pictures.columns.boxes
     pairs = np.cumsum(np.diff(boxes.offsets)[picture_of_tile])  # of each tile and those before it
     first_of_parts = np.flatnonzero(np.diff(pairs // PAIRS_AT_ONCE)) + 1
     parts = []
     for rows in np.split(np.arange(len(tiles)), first_of_parts):
-        parts.append(_clipped_part(boxes.of_images(picture_of_tile[rows]), tiles[rows], visible))
+        parts.append(_clipped_part(pictures, tiles[rows], picture_of_tile[rows], visible))
     return Boxes.concatenated(parts)
 
 
-def _clipped_part(boxes: Boxes, tiles: np.ndarray, visible: float) -> Boxes:
-    """Return what each tile (W, 4) shows of its boxes; boxes: for each tile all those of its picture."""
+def _clipped_part(pictures: DetectionTable, tiles: np.ndarray, picture_of_tile: np.ndarray, visible: float) -> Boxes:
+    """Return what each tile (W, 4) shows of the objects of its picture."""
+    boxes = pictures.columns.boxes.of_images(picture_of_tile)  # for each tile all those of its picture
     clipped, share = clip_to_tiles(boxes.xyxy.astype(np.float64), tiles[boxes.image_index])
     is_shown = (clipped[:, 2:] > clipped[:, :2]).all(1)
     share = share[is_shown]
     shown = boxes[is_shown]
-    extra = {name: column for name, column in shown.extra.items() if name != "stored_mask"}
-    return replace(
+    shown = replace(
         shown,
         xyxy=clipped[is_shown].astype(np.float32),
         area=(shown.area * share).astype(np.float32),
-        iscrowd=shown.iscrowd | (share < visible),
-        extra=extra,
     )
+    if pictures.has_masks:
+        shown, share = _with_cut_masks(pictures, shown, share, tiles, picture_of_tile)
+    return replace(shown, iscrowd=shown.iscrowd | (share < visible))
+
+
+def _with_cut_masks(
+    pictures: DetectionTable, boxes: Boxes, share: np.ndarray, tiles: np.ndarray, picture_of_tile: np.ndarray
+) -> tuple[Boxes, np.ndarray]:
+    """Return the boxes of tiles (W, 4) that have a pixel there, with the areas of their cut masks, and the share that
+    the tiles show of each object: of its mask, if that is cut.
+
+    share: (N,) of each box.
+    """
+    area = boxes.area.copy()
+    share = share.copy()
+    masks_of_picture = functools.lru_cache(maxsize=1)(pictures.stored_masks)  # tiles come picture by picture
+    sizes_hw = pictures.sizes_hw()
+    for row in np.flatnonzero(share < 1).tolist():
+        tile = boxes.image_index[row]
+        picture = picture_of_tile[tile]
+        mask = masks_of_picture(picture)[boxes.extra["stored_mask"][row]]
+        if mask is None:
+            continue
+        left, top, right, bottom = tiles[tile].tolist()
+        tile_hw = (bottom - top, right - left)
+        (area[row],) = areas([shifted(mask, -left, -top, tile_hw)], tile_hw)
+        (whole,) = areas([mask], tuple(sizes_hw[picture].tolist()))
+        share[row] = area[row] / max(whole, 1.0)
+    has_pixels = share > 0
+    return replace(boxes, area=area)[has_pixels], share[has_pixels]
 
 
 def tiles_of_loader(loader: object) -> TileTable | None:

@@ -15,7 +15,7 @@ import numpy as np
 from toolkit import index
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.text import columns, metric_text, shown
+from toolkit.base.text import columns, first_names, metric_text, shown
 from toolkit.evaluation.coco_numbers import exact_numbers, pycocotools_numbers
 from toolkit.evaluation.mask_matches import TruthMasks, masks_of_truth, match_masks, named_by_mask
 from toolkit.evaluation.matches import MAX_DETECTIONS, Matches, class_keys, match_boxes, match_predictions
@@ -209,9 +209,7 @@ def check_ground_truth(table) -> list[str]:
     notes = []
     empty = [shown(key, 40) for key, value in values.items() if value is None]
     if empty:
-        some = ", ".join(empty[:5])
-        if len(empty) > 5:
-            some += ", ..."
+        some = first_names(empty, 5)
         undefined = "their AP is undefined (null) and left out of the mean"
         notes.append(f"{name}: no boxes of {len(empty)} of {len(values)} classes ({some}); {undefined}")
     if most > 100:

@@ -24,7 +24,8 @@ from torch import Tensor
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
 from toolkit.base.files import write_json, write_text_atomic
-from toolkit.base.masks import Rle, column_of, rle
+from toolkit.base.masks import Rle, column_of, rle, selected_masks
+from toolkit.base.text import first_names
 from toolkit.data.table import Category, LabelledImages
 
 logger = logging.getLogger(__name__)
@@ -67,13 +68,6 @@ def best_first(detections: Mapping[str, Tensor]) -> Detections:
             if key in detections:
                 result[key] = detections[key][kept]
     return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in result.items()}
-
-
-def selected_masks(masks: Tensor | Sequence[Rle], rows: Tensor) -> Tensor | list[Rle]:
-    """Return the masks with these row numbers, of a tensor (K, ...) or of a list."""
-    if isinstance(masks, Tensor):
-        return masks[rows]
-    return [masks[row] for row in rows.tolist()]
 
 
 def detections_as_json(
@@ -190,13 +184,15 @@ def check_image_ids(predictions: Mapping, image_ids: Sequence) -> None:
     problems = []
     if missing:
         problems.append(
-            f"{len(missing)} of {len(image_ids)} images have no prediction, among them {_some(missing)}; "
+            f"{len(missing)} of {len(image_ids)} images have no prediction, among them "
+            f"{first_names(missing, 5, repr)}; "
             "an image in which nothing was found still needs its (empty) prediction"
         )
     if unknown:
         problems.append(
-            f"{len(unknown)} predictions belong to no image of this dataset, among them {_some(unknown)}; "
-            f"its image ids look like {_some(list(image_ids))}"
+            f"{len(unknown)} predictions belong to no image of this dataset, among them "
+            f"{first_names(unknown, 5, repr)}; "
+            f"its image ids look like {first_names(list(image_ids), 5, repr)}"
         )
     if problems:
         raise BadInput(problems)
@@ -217,14 +213,10 @@ def usable(predictions: Boxes, num_classes: int, image_ids: Sequence) -> Boxes:
         if not kept.all():
             positions = np.unique(predictions.image_index[~kept])
             images = [image_ids[i] for i in positions]
-            logger.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, _some(images))
+            some = first_names(images, 5, repr)
+            logger.warning("%d predictions have %s and are left out; images: %s", (~kept).sum(), what, some)
     keep = finite & labelled
     return predictions if keep.all() else predictions[keep]
-
-
-def _some(values: list) -> str:
-    text = ", ".join(repr(value) for value in values[:5])
-    return f"{text}, ..." if len(values) > 5 else text
 
 
 def _numpy(values) -> np.ndarray:

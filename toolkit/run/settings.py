@@ -189,8 +189,8 @@ class DataConfig:
     """With `data.tile`, the share of a side that neighbouring tiles have in common, 0 to 0.9; objects up to that size
     are whole in one of them."""
     tile_visible: ClosedUnitInterval = 0.25
-    """With `data.tile`, the share of a box that a tile must show: of less, the box is neither object nor background
-    there; it is ignored as crowd regions are."""
+    """With `data.tile`, the share of an object (of its mask if that is read, else of its box) that a tile must show: of
+    less, it is neither object nor background there; it is ignored as crowd regions are."""
     tile_empty: ClosedUnitInterval = 0.25
     """With `data.tile`, the share of the tiles without objects that training sees in an epoch, others in each epoch;
     0: none, 1: all."""

@@ -14,6 +14,7 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -45,6 +46,8 @@ LOST_OF_MASKS = {
     "labelme": "boxes become those around their masks",
     "hub": "run lengths become polygons",
 }
+LONGEST_RUN = 2**16  # of values in a brush of Label Studio
+BITS_OF_BRUSH = 0b00111_1111_1111_1111_1111  # each less 1: of values 8, of the four kinds of lengths 16
 LABELME_VERSION = "5.4.1"  # the first one with masks is 5.3
 CSV_OF_PREDICTIONS = ("score", "image_id", "category_id")  # further columns
 
@@ -373,6 +376,60 @@ def write_csv(labelled: LabelledImages, path: Path) -> None:
                 out.writerow(_as_texts(about | of_box) | corners)
             if not boxes:
                 out.writerow(_as_texts(about))
+
+
+# ---- Label Studio ----------------------------------------------------------------------------------------------------
+
+
+def write_label_studio(labelled: LabelledImages, path: Path) -> None:
+    """Write tasks of Label Studio with these boxes as pre-annotations; those with masks are brushes.
+
+    Pictures are files of a local storage. The names of controls are those of Label Studio's templates: `label` is of
+    the labels, `image` of the picture.
+    """
+    tasks = []
+    for (image, boxes), shapes in zip(labelled.by_image(), labelled.masks_by_image(), strict=True):
+        about = {"from_name": "label", "to_name": "image", "image_rotation": 0}
+        about |= {"original_width": image.width, "original_height": image.height}
+        results = []
+        for number, ((label, xyxy, score, _), shape) in enumerate(zip(boxes, shapes, strict=True), start=1):
+            kind, value = _label_studio_shape(shape, xyxy, (image.height, image.width))
+            value[kind] = [labelled.categories[label].name]
+            results.append(about | {"id": str(number), "type": kind, "score": score, "value": value})
+        address = f"/data/local-files/?d={quote(in_utf_8(image.file_name))}"
+        tasks.append({"data": {"image": address}, "predictions": [{"result": results}]})
+    write_text_atomic(path, json.dumps(tasks))
+
+
+def _label_studio_shape(shape: Shape | None, xyxy: Sequence[float], size_hw: Size) -> tuple[str, dict]:
+    """Return the kind of a shape and its value: of a mask its pixels, else a rectangle in per cent of the sides."""
+    pixels = None if shape is None else bitmap(shape, size_hw)
+    if pixels is not None and pixels.any():
+        return "brushlabels", {"format": "rle", "rle": _brush(pixels)}
+    height, width = size_hw
+    x1, y1, x2, y2 = (100 * corner / side for corner, side in zip(xyxy, (width, height) * 2, strict=True))
+    return "rectanglelabels", {"x": x1, "y": y1, "width": x2 - x1, "height": y2 - y1, "rotation": 0}
+
+
+def _brush(pixels: np.ndarray) -> list[int]:
+    """Return the bytes of Label Studio's run lengths of pixels (H, W), which are four values each, 0 or 255.
+
+    The head has the number of values, and the numbers of bits of a value and of four kinds of lengths; a run has the
+    bit 1, its kind, its length less 1, and its value.
+    """
+    flat = pixels.ravel() != 0
+    changes = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    starts = np.union1d(changes, np.arange(0, flat.size, LONGEST_RUN // 4))
+    lengths = 4 * np.diff(starts, append=flat.size)
+    is_run = np.full(len(starts), 0b100)
+    runs = np.concatenate([_bits(is_run, 3), _bits(lengths - 1, 16), _bits(255 * flat[starts], 8)], axis=1)
+    head = [_bits(np.array([4 * flat.size]), 32), _bits(np.array([BITS_OF_BRUSH]), 21)]
+    return np.packbits(np.concatenate([part.ravel() for part in (*head, runs)])).tolist()
+
+
+def _bits(numbers: np.ndarray, width: int) -> np.ndarray:
+    """Return the bits (N, width) uint8 of whole numbers (N,), the highest first."""
+    return (numbers[:, None] >> np.arange(width)[::-1] & 1).astype(np.uint8)
 
 
 def _as_texts(values: Mapping[str, object]) -> dict[str, object]:

@@ -51,6 +51,12 @@ def test_the_recipe_suits_the_machine(monkeypatch, device, offline, script, reci
     assert why.startswith(reason)
 
 
+def test_the_size_of_a_recipe_is_that_of_its_evaluation():
+    folder = training_command.ROOT / "configs" / "faster_rcnn"
+    assert training_command.size_of_recipe(folder / "own_data.yaml") == {"shortest_edge": 640, "longest_edge": 1066}
+    assert training_command.size_of_recipe(folder / "own_data_cpu.yaml") == {"height": 256, "width": 256}
+
+
 def test_a_size_that_is_given_replaces_the_scales_of_a_recipe(monkeypatch):
     monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -70,6 +76,7 @@ def test_a_size_that_is_given_replaces_the_scales_of_a_recipe(monkeypatch):
         ("cups/train/_annotations.coco.json", "cups"),
         ("birds v2/labels/Train_1.csv", "birds_v2"),
         ("vögel/train", "vögel"),
+        ("coins/data/annotations.xml", "coins"),
         ("my_train.json", "my_train"),
     ],
 )
@@ -77,6 +84,13 @@ def test_a_run_is_named_after_its_data(monkeypatch, given, name):
     monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cpu"))
     command = training_command.command_for([training_command.Source(given)], Inspection(), {}, "train_ssd")
     assert shlex.split(command.splitlines()[-1])[-1] == name
+
+
+def test_a_run_on_the_bundled_shapes_is_called_so(monkeypatch):
+    monkeypatch.setattr(training_command, "default_device", lambda: torch.device("cpu"))
+    sources = [training_command.Source("train")]
+    command = training_command.command_for(sources, Inspection(), {"format": "shapes"}, "train_ssd")
+    assert command.endswith("--run.name shapes")
 
 
 def test_a_recipe_for_scene_graphs_downloads_nothing_without_a_gpu(monkeypatch):

@@ -1,5 +1,6 @@
 """Detections handed over to supervision and FiftyOne: the examples of docs/export.md, where these are installed."""
 
+import json
 import re
 from pathlib import Path
 
@@ -18,44 +19,52 @@ def example(title: str) -> str:
     return re.search(rf'```python title="{title}"\n(.*?)```', page, re.DOTALL)[1]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """The current folder, with a detector of random weights that finds something, and a photo."""
+@pytest.fixture(params=[False, True], ids=["boxes", "masks"])
+def has_masks(request, tmp_path, monkeypatch):
+    """Whether the detector in the current folder, of random weights, finds masks; there is a picture for it too."""
     monkeypatch.chdir(tmp_path)
-    detector = build_detector("ssd", class_names=["circle"], **SMALL["ssd"])
+    options = SMALL["faster_rcnn"] | {"masks": True} if request.param else SMALL["ssd"]
+    detector = build_detector("faster_rcnn" if request.param else "ssd", class_names=["circle"], **options)
     detector.eval().save_final(tmp_path / "runs" / "detr", [Category(7, "circle")], {"height": 64, "width": 64})
-    Image.new("RGB", (90, 60), "#336699").save("photo.jpg")
-    return tmp_path
+    (tmp_path / "IMAGES").mkdir()
+    Image.new("RGB", (90, 60), "#336699").save(tmp_path / "IMAGES" / "photo.jpg")
+    return request.param
 
 
-def test_detections_become_those_of_supervision(here):
+def test_detections_become_those_of_supervision(has_masks):
     supervision = pytest.importorskip("supervision", reason="supervision is not installed")
     values = {}
-    exec(example("supervision"), values)
+    exec(example("supervision").replace("photo.jpg", "IMAGES/photo.jpg"), values)
     detections = values["detections"]
     assert isinstance(detections, supervision.Detections)
     assert len(detections) == len(values["found"]["scores"]) > 0
     assert set(detections.data["class_name"]) == {"circle"}
     assert (detections.confidence > 0.3).all()
+    assert (detections.mask is not None) == has_masks
+    if has_masks:
+        assert detections.mask.shape == (len(detections), 60, 90)
 
 
-def test_predictions_become_a_data_set_of_fiftyone(here):
+def test_predictions_become_a_data_set_of_fiftyone(has_masks, monkeypatch):
     fiftyone = pytest.importorskip("fiftyone", reason="fiftyone is not installed")
-    assert predict.main(["runs/detr", "photo.jpg", "--out", "found"]) == 0
-    samples_alone, _ = example("fiftyone").split("dataset = ")
+
+    def from_dir(dataset_type, label_field, **options):
+        """Return the samples that FiftyOne would store, without the MongoDB that it stores them in."""
+        assert label_field == "predictions"
+        with dataset_type().get_dataset_importer_cls()(**options) as samples:
+            return list(samples)
+
+    monkeypatch.setattr(fiftyone.Dataset, "from_dir", from_dir)
+    assert predict.main("runs/detr IMAGES --out found --format coco".split()) == 0
+    expected = json.loads(Path("found/dataset.json").read_text())["annotations"]
+    text = example("fiftyone")
     values = {}
-    exec(samples_alone, values)
-    [sample] = values["samples"]
-    assert Path(sample.filepath) == here / "photo.jpg"
-    assert sample.predictions.detections
-    for detection in sample.predictions.detections:
-        x, y, width, height = detection.bounding_box
-        assert detection.label == "circle"
-        assert 0 <= x <= x + width <= 1.0001
-        assert 0 <= y <= y + height <= 1.0001
-    try:
-        exec(example("fiftyone"), values)
-    except fiftyone.core.config.FiftyOneConfigError:
-        pytest.skip("FiftyOne has no MongoDB on this machine; its samples are right")
-    assert values["dataset"].count("predictions.detections") == len(sample.predictions.detections)
-    values["dataset"].delete()
+    exec(text.replace('"detections"', '"segmentations"') if has_masks else text, values)
+    [(path, _, labels)] = values["dataset"]
+    assert Path(path).samefile("IMAGES/photo.jpg")
+    assert len(labels.detections) == len(expected) > 0
+    assert [found.confidence for found in labels.detections] == [entry["score"] for entry in expected]
+    assert {found.label for found in labels.detections} == {"circle"}
+    assert all((found.mask is not None) == has_masks for found in labels.detections)
+    x, y, width, height = labels.detections[0].bounding_box
+    assert [90 * x, 60 * y, 90 * width, 60 * height] == pytest.approx(expected[0]["bbox"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +15,7 @@ from PIL import Image
 from scripts import predict
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
-from toolkit.base.masks import column_of, rles_of
+from toolkit.base.masks import bitmap, column_of, rles_of
 from toolkit.data.annotations import ImageRow
 from toolkit.data.formats import open_dataset
 from toolkit.data.table import Category, LabelledImages
@@ -121,6 +122,36 @@ def test_labels_are_found_again_by_the_images(tmp_path, format, names):
     table = open_dataset("train", path=source, image_dir=str(pictures), cache_dir=tmp_path / "cache")
     assert [row.file_name for row in table.image_rows()] == names
     assert table.boxes().xyxy == pytest.approx(found.boxes.xyxy, abs=1e-4)
+
+
+def test_pre_annotations_of_label_studio_are_the_boxes_and_pixels_that_were_found(tmp_path):
+    images_in(tmp_path / "in", "x/a b.png", "y/c.png")
+    files = [tmp_path / "in" / "x" / "a b.png", tmp_path / "in" / "y" / "c.png"]
+    boxes = [[1, 2, 5, 10], [-3, 4, 4, 9], [1, 1, 9, 9]]
+    masks = torch.zeros(3, 20, 10, dtype=torch.bool)
+    masks[0, 2:10, 1:5] = True
+    masks[0, 4:6, 2:4] = False
+    masks[2, 5:8, 3] = True
+    for drawn in (None, masks):
+        found = labelled(files, [2, 1], boxes, [0.5, 0.4, 0.3], [1, 0, 0])
+        if drawn is not None:
+            found = replace(found, boxes=replace(found.boxes, extra={"masks": column_of(rles_of(drawn))}))
+        write_outputs(DOCUMENT, found, ["a b.png", "c.png"], ["label_studio"], tmp_path / "out")
+        tasks = json.loads((tmp_path / "out" / "label_studio.json").read_text())
+        assert tasks[0]["data"]["image"] == "/data/local-files/?d=in/x/a%20b.png"
+        assert [result["score"] for result in tasks[0]["predictions"][0]["result"]] == [0.5, 0.4]
+        for task in tasks:
+            task["annotations"] = task.pop("predictions")
+        (tmp_path / "in" / "accepted.json").write_text(json.dumps(tasks))
+        table = open_dataset("train", path=tmp_path / "in", cache_dir=tmp_path / "cache", masks=drawn is not None)
+        assert table.file_names() == ["x/a b.png", "y/c.png"]
+        expected = [[1, 2, 5, 10], [0, 4, 4, 9], [1, 1, 9, 9] if drawn is None else [3, 5, 4, 8]]
+        assert table.boxes().xyxy == pytest.approx(np.array(expected), abs=1e-4)
+        assert [table.class_names[label] for label in table.boxes().labels] == ["plate", "cup", "cup"]
+    (first, without_a_pixel), (last,) = table.masks_of(0), table.masks_of(1)
+    assert np.array_equal(bitmap(first, (20, 10)), masks[0])
+    assert without_a_pixel is None
+    assert np.array_equal(bitmap(last, (20, 10)), masks[2])
 
 
 def test_images_that_would_share_a_file_of_labels_are_named_first(tmp_path, capsys):

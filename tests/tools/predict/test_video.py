@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import boxes_around, rles_of
 from toolkit.data.table import Category
 from toolkit.evaluation.predictions import detections_as_json
+from toolkit.tools.predict.in_tiles import tiled
 from toolkit.tools.predict.predictor import Predictor
 from toolkit.tools.predict.video import Video, VideoWriter, predict_video
 
@@ -90,6 +92,27 @@ def test_lossless_frames_have_the_boxes_of_their_pictures(tmp_path):
     count, _ = predict_video(PREDICTOR, video, out)
     assert 5 < count < 30
     assert len(lines(out)) == count
+
+
+def test_masks_in_tiles_of_frames_are_those_of_the_frames(tmp_path):
+    def find_masks(images, score_threshold):
+        found = []
+        for image in images:
+            masks = image[:1] > 200
+            masks = masks[masks.flatten(1).any(1)]
+            scores = 0.5 + masks.flatten(1).sum(1) / 1000
+            columns = {"boxes": boxes_around(masks), "scores": scores, "labels": torch.zeros(len(masks)).long()}
+            found.append(columns | {"masks": rles_of(masks)})
+        return found
+
+    frames = [frame(index) for index in range(0, 60, 7)]
+    video = write_lossless(tmp_path / "film.mkv", frames)
+    predictor = tiled(Predictor("masks", CATEGORIES, find_masks, masks=True), 24)
+    predict_video(predictor, video, tmp_path / "film.jsonl")
+    for line, picture in zip(lines(tmp_path / "film.jsonl"), frames, strict=True):
+        (one,) = line["detections"]
+        (mask,) = rles_of(torch.from_numpy(picture[None, :, :, 0] > 200))
+        assert one["segmentation"] == mask.as_json()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from types import MappingProxyType, ModuleType
 from toolkit import index
 from toolkit.base.errors import BadInput
 from toolkit.base.files import MAX_IMAGE_PIXELS, near_names
+from toolkit.base.text import first_names
 from toolkit.data.annotations import Reading
 from toolkit.data.choices import FOLDERS, FORMATS, OF_FOLDERS_ALONE
 from toolkit.data.classes import check_class_map, class_map_of, with_classes
@@ -226,7 +227,7 @@ class RecognisedFolder:
         title = f"{self.path}: {module_of(self.format).TITLE}{self.found.together}, {splits}{also}{gone}"
         if not self.unused:
             return title
-        named = ", ".join(self.unused[:MAX_UNUSED_NAMED]) + ", ..." * (len(self.unused) > MAX_UNUSED_NAMED)
+        named = first_names(self.unused, MAX_UNUSED_NAMED)
         return f"{title}; not used, as its split has another file or its name says none: {named}"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import shown
+from toolkit.base.text import first_names, shown
 from toolkit.data.annotations import Annotations, ImageRow, Reading
 from toolkit.data.check_files import map_in_threads, reading_threads, with_good_files
 from toolkit.data.checks import check
@@ -180,7 +180,7 @@ class Listing:
         names = [self.images[index].file_name for index in sorted(self._orientations)]
         if not names:
             return []
-        some = ", ".join(map(shown, names[:3])) + ", ..." * (len(names) > 3)
+        some = first_names(names, written=shown)
         message = f"{len(names)} images are annotated as stored, on their side; their boxes are turned upright: {some}"
         return [Problem("note", str(self.image_root), None, None, message)]
 

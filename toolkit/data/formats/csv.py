@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
-from toolkit.base.text import FORMULA
+from toolkit.base.text import FORMULA, first_names
 from toolkit.data.annotations import Reading
-from toolkit.data.find_images import find_missing, find_root, found_name
+from toolkit.data.find_images import find_missing, find_root_near, found_name
 from toolkit.data.formats.annotated import (
     Listing,
     ParsedBox,
@@ -44,7 +44,6 @@ HEADER_NAMES = {
 }
 HEADERLESS = ("image", "x1", "y1", "x2", "y2", "label")  # the order of keras-retinanet
 WHOLE_NUMBER = re.compile(r"-?\d+(\.0+)?")
-IMAGE_FOLDERS = ("", "images", "Images", "JPEGImages", "imgs")
 
 
 class _Row(NamedTuple):
@@ -239,6 +238,9 @@ def _rows_of_split(found: Splits, split: str) -> tuple[list[_Row], list[_Row]]:
             chosen += loaded
         elif split in splits:
             chosen += [row for row in loaded if row.split == split]
+    if not chosen and split in found.sources:
+        expected = "expected one for each box, and one without numbers for an image without boxes"
+        raise BadInput(f"{first_names(found.sources[split])}: a header, and no rows; {expected}")
     if not chosen:
         raise BadInput(f"{found.folder}: no split {split!r}; there are {', '.join(found.names)}")
     return rows, chosen
@@ -330,7 +332,7 @@ def _are_fractions(rows: Sequence[_Row]) -> bool:
 
 
 def _image_root(found: Splits, split: str, rows: Sequence[_Row]) -> Path:
-    """Find the folder of the images, which has one of the first 20 names.
+    """Find the folder of the images by `find_root_near`.
 
     Images that are all given by absolute paths, as predict.py writes them, are in the folder of these paths if one of
     them exists.
@@ -340,15 +342,5 @@ def _image_root(found: Splits, split: str, rows: Sequence[_Row]) -> Path:
         return Path(os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names]))
     is_file = found.folder.is_file()
     folder = found.folder.parent if is_file else found.folder
-    bases = list(dict.fromkeys((rows[0].path.parent, folder)))
-    candidates = [base / tail for base in bases for tail in IMAGE_FOLDERS]
-    inside = [base / "images" for base in bases]
     said = split_in_name(found.folder.name) if is_file else split
-    for directory in found.layout.folders_of_splits(*bases, *inside).get(said, []):
-        candidates += [directory, directory / "images"]
-
-    def holds(candidate: Path) -> bool:
-        present = (found_name(candidate, name) for name in names[:20])
-        return any(not os.path.isabs(name) and (candidate / name).is_file() for name in present)
-
-    return find_root(candidates, holds, found.layout, folder, where=folder, first=names[0])
+    return find_root_near(found.layout, folder, rows[0].path, said, names)

@@ -3,6 +3,7 @@
 A format says the endings of its files, and how to parse one (`SetFormat`).
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,15 +12,14 @@ from pathlib import Path
 
 from toolkit.base.errors import BadInput
 from toolkit.data.annotations import Reading, is_id
-from toolkit.data.find_images import find_missing, find_root, found_name
+from toolkit.data.find_images import find_missing, find_root_near, found_name
 from toolkit.data.formats.annotated import Listing, ParsedImage, open_annotated, rows_of
 from toolkit.data.formats.look_alikes import tool_of
-from toolkit.data.formats.per_image import ANNOTATION_FOLDERS, IMAGE_FOLDERS
+from toolkit.data.formats.per_image import ANNOTATION_FOLDERS
 from toolkit.data.image_sources import ImageSources, is_there
 from toolkit.data.layout import UNSPLIT, Layout, Splits, called_first, one_per_split, split_in_name
 from toolkit.data.table import DetectionTable, Problem
 
-PROBED_NAMES = 20  # of images, to find their folder
 PROBED_FILES = 20  # of a folder: one with more has a file for each image
 
 
@@ -66,7 +66,8 @@ def find_documents(format: SetFormat, layout: Layout) -> Splits | None:
             sources.setdefault(name, []).append(file)
     files = [path for _, path in candidates]
     read = list(dict.fromkeys(chain.from_iterable(sources.values())))
-    which = f" ({', '.join(path.name for path in read)})" if len(read) < len(files) else ""
+    names = [os.path.relpath(path, layout.folder) for path in read]
+    which = f" ({', '.join(names)})" if len(read) < len(files) else ""
     return Splits(layout, sources, files, together=which) if sources else None
 
 
@@ -98,8 +99,10 @@ def _listing(format: SetFormat, found: Splits, split: str, reading: Reading) -> 
     (path,) = found.sources[split]
     images = _images_of(documents[path], split)
     folder = found.folder.parent if found.folder.is_file() else found.folder
-    root = reading.image_dir or _image_root(format, found.layout, folder, path, split, images)
-    images = [image.named(_name_there(format, root, image.file_name)) for image in images]
+    names = [image.file_name for image in images]
+    name_there = partial(_name_there, format)
+    root = reading.image_dir or find_root_near(found.layout, folder, path, split, names, name_there)
+    images = [image.named(name_there(root, image.file_name)) for image in images]
     pictures = find_missing(rows_of(images), root, found.layout, reading.image_dir or folder, split)
     listed = [image.file_name for document in documents.values() for image in document.images]
     problems = [*documents[path].problems, *chain.from_iterable(image.problems for image in images)]
@@ -108,7 +111,7 @@ def _listing(format: SetFormat, found: Splits, split: str, reading: Reading) -> 
         pictures.images,
         _classes(documents.values()),
         [*paths, *pictures.watched],
-        pictures.names(_name_there(format, root, name) for name in listed),
+        pictures.names(name_there(root, name) for name in listed),
         problems + pictures.problems,
         reading.masks,
         may_lie=True,
@@ -154,20 +157,3 @@ def _name_there(format: SetFormat, root: Path | ImageSources, name: str) -> str:
         if is_there(root / there):
             return there
     return name
-
-
-def _image_root(
-    format: SetFormat, layout: Layout, folder: Path, path: Path, split: str, images: Sequence[ParsedImage]
-) -> Path:
-    """Find the folder of the images: that of the file, or one in it or in that of the data set."""
-    bases = list(dict.fromkeys((path.parent, path.parent.parent if path.parent != folder else folder, folder)))
-    candidates = [base / name for base in bases for name in IMAGE_FOLDERS[::-1]]
-    of_splits = layout.folders_of_splits(*bases, *(base / "images" for base in bases))
-    for inner in of_splits.get(split, []):
-        candidates += [inner, inner / "images"]
-    some = [image.file_name for image in images[:PROBED_NAMES]]
-
-    def holds(candidate: Path) -> bool:
-        return any(is_there(candidate / _name_there(format, candidate, name)) for name in some)
-
-    return find_root(candidates, holds, layout, folder, where=path, first=next(iter(some), None))

@@ -48,7 +48,7 @@ def _parse(path: Path) -> Document:
         return LabelledShape(_class_of(given), _drawn(region["shape_attributes"]))
 
     images = [image_of_shapes(name, (None, None), of_image, read_region, path.name) for name, of_image in entries]
-    message = f"no region has an attribute; all are of the class {NO_CLASS!r}"
+    message = f"no region has an attribute; all are of the class {NO_CLASS!r}, which data.classes can rename"
     notes = [Problem("note", path.name, None, None, message)] if regions and not attribute else []
     return Document(images, problems=notes)
 
@@ -86,16 +86,17 @@ def _name(filename: str) -> str:
 
 def _class_attribute(regions: list) -> str | None:
     """Return the name of the attribute that is the class; None if there are no attributes. Raises ValueError if several
-    can be it.
+    can be it, unless they say the same of every region.
     """
+    found = [region.get("region_attributes") for region in regions if isinstance(region, Mapping)]
+    found = [attributes for attributes in found if isinstance(attributes, Mapping)]
     used: dict[str, None] = {}
-    for region in regions:
-        attributes = region.get("region_attributes") if isinstance(region, Mapping) else None
-        if isinstance(attributes, Mapping):
-            used |= dict.fromkeys(name for name, value in attributes.items() if _is_set(value))
+    for attributes in found:
+        used |= dict.fromkeys(name for name, value in attributes.items() if _is_set(value))
     by_usual_name = {name.strip().lower(): name for name in reversed(used)}
     usual = [by_usual_name[name] for name in USUAL_NAMES if name in by_usual_name]
-    if len(used) > 1 and not usual:
+    differ = any(len({repr(attributes.get(name)) for name in used}) > 1 for attributes in found)
+    if differ and not usual:
         raise ValueError(f"its regions have the attributes {', '.join(used)}; call the one that is the class `class`")
     return next(iter([*usual, *used]), None)
 

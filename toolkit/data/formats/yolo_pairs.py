@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from toolkit.base.errors import BadInput
 from toolkit.base.files import without_suffix
-from toolkit.base.text import shown
+from toolkit.base.text import first_names, shown
 from toolkit.data.annotations import ImageRow
 from toolkit.data.find_images import find_missing
 from toolkit.data.formats import darknet
@@ -218,8 +218,8 @@ def _about_found(pictures: Sequence[Path], folder: Path) -> list[Problem]:
     if not pictures:
         return []
     names = [shown(os.path.relpath(path, folder)) for path in pictures]
-    some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    message = f"{len(names)} pictures with labels that are not in the folder of the others were found: {some}"
+    where = "are not in the folder of the others"
+    message = f"{len(names)} pictures with labels that {where} were found: {first_names(names)}"
     return [Problem("note", str(folder), None, None, message)]
 
 

@@ -63,6 +63,18 @@ def shorter_side_size(size_hw: Size, shorter: int, max_longer: int | None = None
     return shorter, int(shorter * width / height)
 
 
+def input_hw(size_hw: Size, size: Mapping[str, int] | None) -> Size:
+    """Return the (height, width) in pixels to which an image of the size `size_hw` is resized.
+
+    size: see `toolkit.data.pipeline.processor_size`; None: images keep their size.
+    """
+    if size is None:
+        return size_hw
+    if "shortest_edge" in size:
+        return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
+    return size["height"], size["width"]
+
+
 # ---- targets: pure geometry, no pixels -------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from toolkit.base.distributed import world
 from toolkit.base.errors import BadInput
-from toolkit.models.weights.difference import difference, first_names
+from toolkit.base.text import first_names
+from toolkit.models.weights.difference import MAX_NAMED, difference
 from toolkit.models.weights.weight_files import read_tensors
 
 SETTING = "model.pretrained_backbone"
@@ -115,7 +116,7 @@ def _filtered(filter_fn, offered: dict, model: nn.Module, name: str, file: str) 
         except TypeError:  # older ones accept only the tensors
             return filter_fn(dict(offered))
     except (LookupError, RuntimeError, ValueError, AttributeError, TypeError) as error:
-        has = f"its {len(offered)} tensors ({first_names(list(offered))})"
+        has = f"its {len(offered)} tensors ({first_names(list(offered), MAX_NAMED)})"
         raise BadInput(
             f"{SETTING} {file}: {has} are not those of timm's {name!r}; give a file of timm's weights for this "
             "backbone."
@@ -172,7 +173,7 @@ def load_matching(wanted: Mapping[str, Tensor], offered: Mapping[str, Tensor], n
     started = {_part(key) for key in loaded}
     fresh = [part for part in dict.fromkeys(map(_part, weights)) if part not in started]
     if fresh or 2 * len(loaded) < len(weights):
-        what = f"no weight of {first_names(fresh)}" if fresh else "less than half of the weights"
+        what = f"no weight of {first_names(fresh, MAX_NAMED)}" if fresh else "less than half of the weights"
         raise BadInput(
             f"{SETTING} {file}: it has {what} of {name!r} ({summary}); give a file of weights for this backbone, under "
             "the names of the library that builds it."

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from toolkit.base.text import first_names
+
 MAX_NAMED = 4  # tensors of a kind in a message
 
 
@@ -33,7 +35,8 @@ class Difference:
             "unused": self.unused,
             "of another shape": self.of_another_shape,
         }
-        return "; ".join(f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds.items() if names)
+        named = {kind: first_names(names, MAX_NAMED) for kind, names in kinds.items() if names}
+        return "; ".join(f"{len(kinds[kind])} {kind}: {names}" for kind, names in named.items())
 
 
 def difference(
@@ -55,9 +58,3 @@ def difference(
             missing.append(name)
     unused = [name for name in file if name not in model and not re.search(needless, name)]
     return Difference(missing, unused, of_another_shape)
-
-
-def first_names(names: list[str]) -> str:
-    """Return the first names of a list for a message."""
-    text = ", ".join(names[:MAX_NAMED])
-    return f"{text}, ..." if len(names) > MAX_NAMED else text

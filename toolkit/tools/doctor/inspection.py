@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.base.boxes import Boxes, common_and_union
-from toolkit.base.text import size_text
 from toolkit.data.check_files import UNLISTED, unlisted_files
 from toolkit.data.columns import Columns
 from toolkit.data.mask_checks import mended_areas
@@ -18,7 +17,7 @@ from toolkit.data.problem_lines import kind_of
 from toolkit.data.splits import CROWDS_ARE_SKIPPED, many_crowds, mostly_empty, overlap
 from toolkit.data.table import DetectionTable
 from toolkit.tools.doctor.near_duplicates import ImageSignatures, alike_pairs, groups, same_files, signatures_of
-from toolkit.tools.doctor.tile_advice import tile_advice
+from toolkit.tools.doctor.tile_advice import inputs_hw, tile_advice, words_of
 from toolkit.tools.writers import names_by_content, write_coco_folder
 
 NEAR_BOX_IOU = 0.9
@@ -102,7 +101,7 @@ class Inspection:
 
 def inspect_tables(
     tables: Mapping[str, DetectionTable],
-    image_hw: tuple[int, int],
+    size: Mapping[str, int],
     cache_dir: str | Path | None = None,
     compare: bool = True,
 ) -> Inspection:
@@ -111,13 +110,13 @@ def inspect_tables(
     Args:
         tables: the data tables by the name of the split. They must be read with on_error "drop", so that they hold the
             problems of their records.
-        image_hw: height and width in pixels of the images that the network gets, for the sizes of boxes.
+        size: what images are resized to for the network, as `toolkit.data.pipeline.processor_size`.
         cache_dir: root of the cache for the comparison of images; None: the default.
         compare: decode all images to find images that are the same or look alike.
     """
     result = Inspection()
     for split, table in tables.items():
-        result.splits[split] = _walk(split, table, image_hw, result)
+        result.splits[split] = _walk(split, table, size, result)
     result.findings += [
         *_problems(tables),
         *_class_findings(tables, result.splits),
@@ -151,7 +150,7 @@ def _of_splits(tables: Mapping[str, DetectionTable]) -> Iterator[Finding]:
             yield Finding("warning", "same split", message)
 
 
-def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: Inspection) -> SplitSummary:
+def _walk(split: str, table: DetectionTable, size: Mapping[str, int], result: Inspection) -> SplitSummary:
     """Count the images and boxes of a split, summarise their sizes, and report small boxes and boxes given twice."""
     truth = table.boxes()
     names = table.file_names()
@@ -161,23 +160,18 @@ def _walk(split: str, table: DetectionTable, image_hw: tuple[int, int], result: 
     if twice:
         message = f"{split}: {len(twice)} boxes of one class that overlap by an IoU above {NEAR_BOX_IOU}"
         result.findings.append(Finding("warning", "box given twice", message, twice))
-    sizes_wh = table.sizes_hw()[plain.image_index, ::-1].astype(np.float32)
-    sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * np.float32(image_hw[::-1]) / sizes_wh
+    sizes_hw = table.sizes_hw()
+    sizes_wh = sizes_hw[plain.image_index, ::-1].astype(np.float32)
+    inputs_wh = inputs_hw(sizes_hw, size)[plain.image_index, ::-1].astype(np.float32)
+    sides = (plain.xyxy[:, 2:] - plain.xyxy[:, :2]).astype(np.float32) * inputs_wh / sizes_wh
     is_small = sides.min(axis=1, initial=np.inf) < SMALL_PX
     num_small = int(is_small.sum())
     if num_small:
         few = np.bincount(plain.image_index[is_small])
         small = [{"split": split, "image": names[i], "boxes": int(few[i])} for i in np.flatnonzero(few)]
         message = f"{split}: {num_small} of {len(plain)} boxes are less than {SMALL_PX} px wide or high at an input "
-        result.findings.append(
-            Finding(
-                "note",
-                "small boxes",
-                f"{message}size of {size_text(image_hw)} px",
-                small,
-            )
-        )
-    advice = tile_advice(split, table, image_hw)
+        result.findings.append(Finding("note", "small boxes", f"{message}size of {words_of(size)}", small))
+    advice = tile_advice(split, table, size)
     if advice:
         result.findings.append(Finding("note", "tiles", advice, [split]))
     sizes = np.sqrt(sides.prod(axis=1))

@@ -12,10 +12,10 @@ from PIL import Image
 
 from toolkit.base.batch import Batch
 from toolkit.base.boxes import Boxes
-from toolkit.base.text import size_text
 from toolkit.data.dataset import row_target
 from toolkit.data.table import DetectionTable
 from toolkit.evaluation.draw import fitted, montage, picture_with_boxes, save_picture
+from toolkit.tools.doctor.tile_advice import inputs_hw, words_of
 
 NUM_SAMPLES = 9
 TILE_SIDE_PX = 320
@@ -24,13 +24,13 @@ LABEL_WIDTH = 0.09  # of the label of a tick, as a share of the axis
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))  # in each decade; the first fit is used
 
 
-def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], folder: Path) -> list[Path]:
+def draw_data(tables: Mapping[str, DetectionTable], size: Mapping[str, int], folder: Path) -> list[Path]:
     """Write `samples_<label>_<class>.jpg`, `positions.png`, `sizes.png` and `aspect_ratios.png` to a folder, and return
     the files.
 
     Args:
         tables: the data tables by the name of the split; samples are drawn from the first one.
-        image_hw: height and width in pixels of the images that the network gets, for the sizes of boxes.
+        size: what images are resized to for the network, as `toolkit.data.pipeline.processor_size`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     first = next(iter(tables.values()))
@@ -43,13 +43,12 @@ def draw_data(tables: Mapping[str, DetectionTable], image_hw: tuple[int, int], f
             tiles = [_tile(first, index, label) for index in rows]
             files.append(_grid(tiles, folder / f"samples_{label:03d}_{name}.jpg"))
     boxes = {split: _boxes(table) for split, table in tables.items()}
-    side = math.sqrt(math.prod(image_hw))
     files.append(_positions(np.concatenate(list(boxes.values())), folder / "positions.png"))
     for name, unit, of in (
         (
             "sizes",
-            f"box size (√area) in px when images are resized to {size_text(image_hw)} px (--image-size)",
-            lambda b: np.sqrt(b[:, 2] * b[:, 3]) * side,
+            f"box size (√area) in px when images are resized to {words_of(size)} (--image-size)",
+            lambda b: np.sqrt(b[:, 2] * b[:, 3] * inputs_hw(b[:, [5, 4]], size).prod(axis=1)),
         ),
         ("aspect_ratios", "width / height", lambda b: b[:, 2] / b[:, 3] * b[:, 4] / b[:, 5]),
     ):

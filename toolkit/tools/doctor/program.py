@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
@@ -16,13 +16,14 @@ from toolkit.base.files import parse_yaml
 from toolkit.data.check_files import choose_check_depth
 from toolkit.data.classes import check_class_map, class_map_of, describe_class_map, written_class_map
 from toolkit.data.formats import MAX_UNUSED_NAMED, open_dataset, recognise
+from toolkit.data.pipeline import processor_size
 from toolkit.data.problem_lines import EXAMPLES, MAX_OF_A_KIND, grouped
 from toolkit.data.table import DetectionTable
-from toolkit.data.transforms.geometry import pair_hw
 from toolkit.run.settings import DataConfig
 from toolkit.tools.doctor.choices import TRAINING
 from toolkit.tools.doctor.inspection import Finding, Inspection, clean_copy, inspect_tables, query_notes
 from toolkit.tools.doctor.mask_advice import all_have_masks, few_enough
+from toolkit.tools.doctor.tile_advice import nominal_hw
 from toolkit.tools.doctor.training_command import WITH_MASKS, Source, command_for, recipe_for, size_of_recipe, tile_of
 
 HEADINGS = {"error": "ERRORS (records that cannot be used)", "warning": "WARNINGS", "note": "NOTES"}
@@ -46,9 +47,9 @@ def check_data(options: argparse.Namespace) -> int:
     found_masks = objects_have_masks(options, tables)
     options.masks |= found_masks
     program, recipe, _ = recipe_for(WITH_MASKS if options.masks else options.script)
-    size_hw = pair_hw(options.image_size or size_of_recipe(recipe))
+    size = processor_size(options.image_size, [], 0) if options.image_size else size_of_recipe(recipe)
     decoded = all(choose_check_depth(options.check_images, len(table), table.name)[0] for table in tables.values())
-    inspection = inspect_tables(tables, size_hw, compare=decoded)
+    inspection = inspect_tables(tables, size, compare=decoded)
     if Path(program).stem == "train_detr":
         inspection.findings += query_notes(inspection.splits)
     if found_masks:
@@ -59,21 +60,21 @@ def check_data(options: argparse.Namespace) -> int:
     if options.anchors:
         from toolkit.tools.anchors import anchors_report  # here: it imports the detectors
 
-        print(anchors_report(first, size_hw, per_level=3, seed=0))
+        print(anchors_report(first, nominal_hw(size), per_level=3, seed=0))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(inspection.to_json(), encoding="utf-8")
     if options.pictures:
         from toolkit.tools.doctor.pictures import draw_data  # here: it imports matplotlib
 
-        print(f"pictures: {len(draw_data(tables, size_hw, options.pictures))} in {options.pictures}")
+        print(f"pictures: {len(draw_data(tables, size, options.pictures))} in {options.pictures}")
     if options.augment:
         file = (options.pictures or Path("found")) / "augmented.jpg"
         print(f"pictures: {draw_augmented(options.augment, options.script, first, file)}")
     if options.fix:
         log = clean_copy(tables, inspection, options.fix)
         print(f"{options.fix}: written, with {len(log)} changes, listed in {options.fix / 'changes.txt'}")
-    print(f"\n{training_command(options, sources, tables, inspection, size_hw)}")
+    print(f"\n{training_command(options, sources, tables, inspection, size)}")
     records = any(finding.severity == "error" and finding.kind != "record" for finding in inspection.findings)
     return 1 if inspection.exit_code == 2 and options.on_error == "drop" and not records else inspection.exit_code
 
@@ -203,7 +204,7 @@ def training_command(
     sources: list[Source],
     tables: dict[str, DetectionTable],
     inspection: Inspection,
-    size_hw: tuple[int, int],
+    size: Mapping[str, int],
 ) -> str:
     """Return the command that trains on these data with the options given, or a sentence on why there is no such
     command."""
@@ -215,7 +216,7 @@ def training_command(
     reading["crowds"] = None if options.crowds == "ignore" else options.crowds
     reading["image_dir"] = options.image_dir and f"[{', '.join(options.image_dir)}]"
     reading["classes"] = written_class_map(options.classes) if options.classes else None
-    return command_for(sources, inspection, reading, options.script, options.masks, tile_of(inspection, size_hw))
+    return command_for(sources, inspection, reading, options.script, options.masks, tile_of(inspection, size))
 
 
 def objects_have_masks(options: argparse.Namespace, tables: dict[str, DetectionTable]) -> bool:

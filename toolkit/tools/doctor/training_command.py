@@ -10,15 +10,17 @@ from pathlib import Path
 from toolkit.base.distributed import default_device
 from toolkit.base.files import ROOT, parse_yaml, shown_path
 from toolkit.data.layout import SPLIT_NAMES, UNSPLIT, split_in_name, split_of
+from toolkit.data.pipeline import processor_size
+from toolkit.run.settings import DataConfig
 from toolkit.tools.doctor.inspection import Inspection
-from toolkit.tools.doctor.tile_advice import MEASURED_EMPTY_SHARE
+from toolkit.tools.doctor.tile_advice import MEASURED_EMPTY_SHARE, nominal_hw
 
 DEFAULT_SIZE_PX = 640  # of images, where a settings file says none
 WITH_MASKS = "train_faster_rcnn"  # the script whose settings files for own data can train masks
 
 # Words of the names of files and folders that do not say what the data are.
 UNTELLING = {"annotation", "annotations", "image", "images", "instances", "label", "labels", "trainval", UNSPLIT}
-UNTELLING.update(*SPLIT_NAMES.values())
+UNTELLING.update({"data", "dataset", "project"}, *SPLIT_NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,10 @@ def command_for(
     settings = choice.settings | {f"data.{key}": str(value) for key, value in reading.items() if value is not None}
     if kinds:
         settings["data.on_error"] = "drop"
-    more = []
     if masks:
         script = WITH_MASKS
         settings["model.masks"] = "true"
-    if tile and masks:
-        more.append(f"tiles would help, but masks are not trained on tiles: leave model.masks out for data.tile {tile}")
-    elif tile and script != "train_sgg":
+    if tile and script != "train_sgg":
         settings["data.tile"] = str(tile)
         settings["data.tile_empty"] = str(MEASURED_EMPTY_SHARE)
     program, recipe, why = recipe_for(script)
@@ -106,13 +105,13 @@ def command_for(
     words = ["accelerate", "launch", program, "--config", recipe]
     for key, value in settings.items():
         words += [f"--{key}", value]
-    words += ["--run.name", _name_of_run(sources, reading.get("name"))]
+    name = "shapes" if reading.get("format") == "shapes" else reading.get("name")
+    words += ["--run.name", _name_of_run(sources, name)]
     reasons = [why] if why else []
     if settings.get("data.val") == "0.2":
         reasons.append(_held_out(settings))
     brackets = f" ({'; '.join(reasons)})" if reasons else ""
     lines = [f"not used by this command: {', '.join(choice.unused)}"] if choice.unused else []
-    lines += more
     return "\n".join([*lines, f"to train on them{brackets}:", shlex.join(words)])
 
 
@@ -176,12 +175,11 @@ def _flag_value(values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
 
-def size_of_recipe(config: str) -> int | list[int]:
-    """Return the size in pixels to which a settings file for own data resizes images: the shorter side, or both sides.
-    """
+def size_of_recipe(config: str) -> dict[str, int]:
+    """Return what a settings file for own data resizes images to, in the format of `processor_size`."""
     data = _data_of(config)
-    scales = data.get("scales")
-    return scales[-1] if scales else data.get("image_size", DEFAULT_SIZE_PX)
+    side = data.get("image_size", DEFAULT_SIZE_PX)
+    return processor_size(side, data.get("scales", []), data.get("max_size", DataConfig.max_size))
 
 
 def _data_of(config: str) -> dict:
@@ -189,11 +187,11 @@ def _data_of(config: str) -> dict:
     return (parse_yaml(Path(config).read_text(encoding="utf-8")) or {}).get("data", {})
 
 
-def tile_of(inspection: Inspection, size_hw: tuple[int, int]) -> int | None:
+def tile_of(inspection: Inspection, size: Mapping[str, int]) -> int | None:
     """Return the side of the tiles that pay for the training data, by the findings; None if none do."""
     splits = [split for finding in inspection.findings if finding.kind == "tiles" for split in finding.items]
     pays = any(split_of(split) not in ("val", "test") for split in splits)
-    return max(size_hw) if pays else None
+    return max(nominal_hw(size)) if pays else None
 
 
 def _name_of_run(sources: Sequence[Source], name: object) -> str:

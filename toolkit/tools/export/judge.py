@@ -265,7 +265,7 @@ def calibration_images(table: DetectionTable | None, size: Mapping[str, int] | N
 
 def resized_images(table: DetectionTable, size: Mapping[str, int] | None, count: int) -> list[np.ndarray]:
     """Return the first `count` images of a table, resized for a detector, uint8 (3, H, W) each; `size` as in
-    `toolkit.tools.predict.predictor.input_hw`."""
+    `toolkit.data.transforms.geometry.input_hw`."""
     images = (table.decode_image(table.row(index)) for index in range(min(count, len(table))))
     return [resized(size, image)[0].contiguous().numpy() for image in images]
 

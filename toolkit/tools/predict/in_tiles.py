@@ -10,11 +10,12 @@ from torch import Tensor
 
 from toolkit.base.box_ops import pairwise_iou
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import mirrored_mask
 from toolkit.base.progress import ShownProgress
 from toolkit.data.pipeline import tiling_of_run
 from toolkit.data.tiling import MAX_OVERLAP, Tiling, tile_hw
 from toolkit.evaluation.predictions import Detections
-from toolkit.models.joined_tiles import NMS_IOU, join_tiles
+from toolkit.models.joined_tiles import NMS_IOU, concatenated, join_tiles, rows_of
 from toolkit.models.nms import nms_by_label
 from toolkit.run.layers import layer_of
 from toolkit.run.open_run import run_folder_of
@@ -80,8 +81,7 @@ def tiled(predictor: Predictor, tile: int, overlap: float = DEFAULT_OVERLAP, **o
         options: see `in_tiles`.
 
     Raises:
-        BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model or one of
-            masks.
+        BadInput: `tile` is below 1, `overlap` is not in [0, 0.9], or the predictor is a scene graph model.
     """
     if tile < 1 or not 0 <= overlap <= MAX_OVERLAP:
         expected = f"expected at least one pixel, and 0 to {MAX_OVERLAP} of a tile"
@@ -101,8 +101,7 @@ def in_tiles(
     `join_tiles`.
 
     An image that fits into one tile is predicted on as a whole. Every tile is resized to the size that the detector was
-    trained with. A box that is cut off by a border between tiles is dropped if another box of its class contains most
-    of it.
+    trained with.
 
     Args:
         nms_iou: IoU above which the worse of two boxes of a class is dropped.
@@ -111,9 +110,9 @@ def in_tiles(
             predictor count in each tile, and as many of each class in an image.
 
     Raises:
-        BadInput: the predictor is a scene graph model or one of masks.
+        BadInput: the predictor is a scene graph model.
     """
-    refuse_joining("--tile", bool(predictor.predicates), predictor.masks)
+    refuse_joining("--tile", bool(predictor.predicates))
     tile_side = max(tiling.tile_hw)
     most = predictor.max_detections if as_evaluated else None
 
@@ -145,9 +144,9 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
     detections.
 
     Boxes of a class with an IoU of at least `nms_iou` are merged into one, whose coordinates are the mean weighted by
-    the scores. Raises BadInput for a scene graph model, and for one of masks.
+    the scores; the mask is that of the best one. Raises BadInput for a scene graph model.
     """
-    refuse_joining("--flip", bool(predictor.predicates), predictor.masks)
+    refuse_joining("--flip", bool(predictor.predicates))
 
     def predict(images: Sequence[Tensor], score_threshold: float) -> list[Detections]:
         plain = predictor.predict(images, score_threshold)
@@ -158,29 +157,25 @@ def flipped(predictor: Predictor, nms_iou: float = 0.6) -> Predictor:
                 [image.shape[-1] - right, top, image.shape[-1] - left, bottom],
                 dim=1,
             )
+            if "masks" in detections:
+                detections["masks"] = [mirrored_mask(mask) for mask in detections["masks"]]
         return [_averaged(both, nms_iou) for both in zip(plain, mirrored, strict=True)]
 
     return replace(predictor, predict=predict)
 
 
 def _averaged(parts: Sequence[Detections], nms_iou: float) -> Detections:
-    joined = {key: torch.cat([part[key] for part in parts]) for key in ("boxes", "scores", "labels")}
+    joined = concatenated(parts)
     kept = nms_by_label(joined["boxes"], joined["scores"], joined["labels"], nms_iou)
     near = pairwise_iou(joined["boxes"][kept], joined["boxes"]) >= nms_iou
     near &= joined["labels"][kept, None] == joined["labels"][None]
     near[torch.arange(len(kept)), kept] = True
     weights = near * joined["scores"]
     boxes = weights @ joined["boxes"] / weights.sum(1, keepdim=True).clamp(min=1e-9)
-    return {
-        "boxes": boxes,
-        "scores": joined["scores"][kept],
-        "labels": joined["labels"][kept],
-    }
+    return {**rows_of(joined, kept), "boxes": boxes}
 
 
-def refuse_joining(flag: str, has_relations: bool, has_masks: bool) -> None:
-    """Raise BadInput, which names the flag, if the detections of a detector are more than boxes."""
+def refuse_joining(flag: str, has_relations: bool) -> None:
+    """Raise BadInput, which names the flag, if a detector finds relations."""
     if has_relations:
         raise BadInput(f"{flag}: relations of a scene graph cannot be merged; leave it out")
-    if has_masks:
-        raise BadInput(f"{flag}: masks are not merged, only boxes are; leave it out")

@@ -15,11 +15,11 @@ from toolkit.base.masks import areas
 from toolkit.data.table import LabelledImages
 from toolkit.detectors.scene_graphs.formats import graph_text
 from toolkit.tools.predict.choices import GRAPH_SUFFIXES
-from toolkit.tools.writers import write_coco, write_csv, write_voc, write_yolo
+from toolkit.tools.writers import write_coco, write_csv, write_label_studio, write_voc, write_yolo
 
 # The files and folders that `scripts/predict.py` writes.
 OUTPUT_FILES = ("predictions.json", "predictions.jsonl", "results.json", "dataset.json", "predictions.csv")
-OUTPUT_FILES += ("uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
+OUTPUT_FILES += ("label_studio.json", "uncertain.csv", "labels", "annotations", "pictures", "videos", "graphs")
 WITHOUT_MASKS = ("voc", "csv")  # formats that cannot hold masks
 
 
@@ -39,9 +39,10 @@ def write_outputs(
         formats: any of `OUTPUT_FORMATS`. json: predictions.json. jsonl: the same with one line for each image. coco:
             COCO's list of results, and `dataset.json`, see `write_data_set`. yolo: a text file for each image with
             class, centre and size as fractions of the image, and score. voc: an XML file for each image. csv: a row
-            for each detection. dot (Graphviz) and networkx (its node-link JSON), for scene graphs: a file for each
-            image in graphs/. Boxes in yolo, voc and csv are clipped to their image. Masks are written by json, jsonl
-            and coco, and by yolo as a polygon in place of the box, but not by `WITHOUT_MASKS`.
+            for each detection. label_studio: tasks with pre-annotations. dot (Graphviz) and networkx (its node-link
+            JSON), for scene graphs: a file for each image in graphs/. Boxes in yolo, voc, csv and label_studio are
+            clipped to their image. Masks are written by json, jsonl, coco and label_studio, and by yolo as a polygon
+            in place of the box, but not by `WITHOUT_MASKS`.
     """
     changes = []
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,9 @@ def write_outputs(
         elif name == "csv":
             paths = [os.path.abspath(row.file_name) for row in inside.images]  # since the table is in another folder
             write_csv(inside.renamed(paths), folder / "predictions.csv")
+        elif name == "label_studio":
+            root = served_root(inside) if inside.images else folder
+            write_label_studio(_named_below(inside, root), folder / "label_studio.json")
         else:
             for graph, image in zip(document["images"], names, strict=True):
                 path = folder / "graphs" / f"{without_suffix(image)}{GRAPH_SUFFIXES[name]}"
@@ -123,6 +127,17 @@ def images_root(detections: LabelledImages) -> Path:
     return Path(os.path.commonpath([Path(row.file_name).absolute().parent for row in detections.images]))
 
 
+def served_root(detections: LabelledImages) -> Path:
+    """Return the folder that Label Studio is to serve: the one around that of the images, which it does not accept."""
+    return images_root(detections).parent
+
+
+def _named_below(detections: LabelledImages, root: Path) -> LabelledImages:
+    """Return a copy whose image files have names relative to a folder."""
+    files = [Path(row.file_name).absolute() for row in detections.images]
+    return detections.renamed([file.relative_to(root).as_posix() for file in files])
+
+
 def write_data_set(detections: LabelledImages, path: Path) -> None:
     """Write detections, clipped to their images, as the annotation file of a COCO data set to train on.
 
@@ -131,8 +146,6 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
     """
     if not detections.images:
         return
-    root = images_root(detections)
-    names = [Path(row.file_name).absolute().relative_to(root).as_posix() for row in detections.images]
     found = clip_detections(detections).boxes
     annotated = dataclasses.replace(
         found, scores=None, ids=np.arange(1, len(found) + 1), extra={**found.extra, "score": found.scores}
@@ -140,7 +153,7 @@ def write_data_set(detections: LabelledImages, path: Path) -> None:
     if "masks" in found.extra:
         of_pixels = areas(found.extra["masks"], (0, 0))  # run lengths have their own size
         annotated = dataclasses.replace(annotated, area=of_pixels)
-    write_coco(dataclasses.replace(detections.renamed(names), boxes=annotated), path)
+    write_coco(dataclasses.replace(_named_below(detections, images_root(detections)), boxes=annotated), path)
 
 
 def clip_detections(detections: LabelledImages) -> LabelledImages:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from toolkit.base.boxes import Boxes
 from toolkit.base.errors import BadInput
+from toolkit.base.masks import selected_masks
 from toolkit.base.progress import ShownProgress
-from toolkit.data.decoding import ImageError, decode_image, probe_image
+from toolkit.data.decoding import ImageError, ImageProbe, decode_image, probe_image
 from toolkit.data.table import DetectionTable
-from toolkit.evaluation.predictions import Detections, joined, selected_masks
+from toolkit.evaluation.predictions import Detections, joined
 from toolkit.tools.predict.predictor import Predictor
 
 BATCH_SIZE = 8  # images
@@ -33,12 +34,14 @@ class Prediction(NamedTuple):
         image: uint8 (3, H, W); None if it cannot be read.
         detections: the detections in the image; None if it cannot be read.
         error: why the image cannot be read; None if it can.
+        notes: changes that decoding its file has made, such as dropped bands.
     """
 
     key: Any
     image: Tensor | None
     detections: Detections | None
     error: ImageError | None = None
+    notes: tuple[str, ...] = ()
 
 
 def predict_each(
@@ -104,18 +107,19 @@ def predict_files(
     `predict_each`.
     """
     with ThreadPoolExecutor() as pool:
-        sizes_hw = list(pool.map(_size_or_nothing, paths))
-    in_order = [path for _, path in sorted(zip(sizes_hw, paths, strict=True))]
+        probes = dict(zip(paths, pool.map(_probe, paths), strict=True))
+    in_order = sorted(paths, key=lambda path: (probes[path].size_hw, path))
     read = partial(decode_image, white=predictor.white)
     how = {"score_threshold": score_threshold, "batch_size": batch_size, "given": given}
-    yield from predict_each(predictor, in_order, read, **how)
+    for prediction in predict_each(predictor, in_order, read, **how):
+        yield prediction._replace(notes=probes[prediction.key].notes)
 
 
-def _size_or_nothing(path: Path) -> tuple[int, int]:
+def _probe(path: Path) -> ImageProbe:
     try:
-        return probe_image(path).size_hw
+        return probe_image(path)
     except ImageError:
-        return (0, 0)  # decoding reports the reason
+        return ImageProbe((0, 0), (), "")  # decoding reports the reason
 
 
 # ---- the images of a data table --------------------------------------------------------------------------------------

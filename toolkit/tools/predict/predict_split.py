@@ -183,14 +183,13 @@ def predict_run(
 
 
 def _tiling_of(run: Run, detector: Detector, options: SplitOptions) -> Tiling | None:
-    """Return how pictures are cut for the detector of a run; None: they are not. Raises BadInput if it finds more than
-    boxes."""
+    """Return how pictures are cut for the detector of a run; None: they are not. Raises BadInput if it finds relations.
+    """
     data = run.config["data"]
     size = processor_size(data["image_size"], data["scales"], data["max_size"])
     tiling = chosen_tiling(options.tile, options.overlap, data, size)
     if tiling is not None:
-        has_relations = bool(getattr(detector, "predicates", ()))
-        refuse_joining("--tile", has_relations, detector.predicts_masks)
+        refuse_joining("--tile", bool(getattr(detector, "predicates", ())))
     return tiling
 
 

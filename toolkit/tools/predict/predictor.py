@@ -17,7 +17,7 @@ from toolkit.data.batches import collate
 from toolkit.data.decoding import ImageError, pixels_of
 from toolkit.data.segmentations import to_segmentation
 from toolkit.data.table import Category
-from toolkit.data.transforms.geometry import resize, shorter_side_size
+from toolkit.data.transforms.geometry import input_hw, resize
 from toolkit.detectors.scene_graphs.formats import relations_as_json, without_graph_constraint
 from toolkit.evaluation.predict_dataset import detections_of, run_lengths
 from toolkit.evaluation.predictions import Detections, best_first, detections_as_json
@@ -332,15 +332,3 @@ def resized(size: Mapping[str, int] | None, image: Tensor, boxes: Detections = N
     }
     target = boxes | nothing | {"orig_size": torch.tensor(size_hw)}
     return resize(image, target, input_hw(size_hw, size))
-
-
-def input_hw(size_hw: tuple[int, int], size: Mapping[str, int] | None) -> tuple[int, int]:
-    """Return the (height, width) in pixels to which an image of the size `size_hw` is resized.
-
-    size: see `toolkit.data.pipeline.processor_size`; None: images keep their size.
-    """
-    if size is None:
-        return size_hw
-    if "shortest_edge" in size:
-        return shorter_side_size(size_hw, size["shortest_edge"], size.get("longest_edge"))
-    return size["height"], size["width"]

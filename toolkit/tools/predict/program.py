@@ -28,6 +28,7 @@ from toolkit.tools.predict.outputs import (
     images_root,
     names_of_outputs,
     outputs_in,
+    served_root,
     write_outputs,
 )
 from toolkit.tools.predict.predict_each import predict_files
@@ -82,6 +83,8 @@ def predict(arguments: argparse.Namespace) -> int:
                 print(f"{name} has only the boxes: it cannot hold the masks")
         if "coco" in arguments.format and labelled.images:
             print(f"to train on: --data.train {arguments.out}/dataset.json --data.image_dir {images_root(labelled)}")
+        if "label_studio" in arguments.format and labelled.images:
+            print(f"for Label Studio: LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={served_root(labelled)}")
     return 1 if errors else 0
 
 
@@ -144,6 +147,7 @@ def predict_and_draw(
     entries = {}
     detections = {}
     errors = {}
+    notes: Counter[str] = Counter()
     for prediction in tqdm(predictions, "prediction", len(names), unit="image", disable=None):
         path = prediction.key
         found = prediction.detections
@@ -151,6 +155,7 @@ def predict_and_draw(
             errors[path] = prediction.error.reason
             tqdm.write(f"{shown(path, 300)}: {errors[path]}", file=sys.stderr)
             continue
+        notes.update(prediction.notes)
         height, width = prediction.image.shape[-2:]
         entry = {"id": ids[path], "file_name": str(path), "width": width, "height": height}
         how = {"graph_constraint": not arguments.no_graph_constraint, "polygons": arguments.polygons}
@@ -164,6 +169,8 @@ def predict_and_draw(
             what = predictor.class_names, predictor.predicates, drawn, arguments.relations, arguments.relation_score
             draw_found(prediction.image, listed, *what)
     read = [path for path in names if path in entries]
+    for note, count in notes.items():
+        print(f"{count} of {len(read)} images: {note}")
     document = {
         "model": predictor.source,
         "score_threshold": arguments.score_threshold if arguments.score_threshold == "auto" else threshold,
