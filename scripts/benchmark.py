@@ -25,6 +25,7 @@ from benches.augmentation import bench_augmentation
 from benches.criterion import bench_criterion
 from benches.evaluation import bench_evaluation
 from benches.gpu import bench_gpu
+from benches.launches import bench_launches
 from benches.loading import bench_loading
 from benches.loop import bench_loop
 from benches.memory import bench_memory
@@ -47,6 +48,7 @@ from toolkit.tools.arguments import Program
 # name, function, arguments of --quick
 BENCHES: tuple[tuple[str, Callable[..., Iterable[dict]], dict], ...] = (
     ("loop", bench_loop, {"blocks": 1, "steps": 1, "narrow_blocks": 1, "narrow_steps": 2}),
+    ("launches", bench_launches, {"scripts": ["train_ssd"], "processes": [1]}),
     ("criterion", bench_criterion, {"batch_size": 2, "num_queries": 10, "boxes_per_image": 3, "repeats": 1}),
     ("loading", bench_loading, {"num_images": 4, "batch_size": 2, "repeats": 1}),
     ("augmentation", bench_augmentation, {"num_images": 2, "recipes": ("detr/deimv2_s_coco", "yolov3/own_data")}),

@@ -51,6 +51,19 @@ def test_float_images_are_normalised_as_bytes_are_and_not_changed():
     assert given.equal(images)
 
 
+def test_images_that_fill_a_batch_are_normalised_without_their_sizes():
+    images = torch.randint(256, (2, 3, 4, 5), dtype=torch.uint8)
+    options = {"mean": [0.5, 0.4, 0.3], "std": [0.1, 0.2, 0.3]}
+    sizes = torch.tensor([[4, 5], [4, 5]])
+    with torch.inference_mode():  # the statistics that it keeps serve training too
+        expected = normalize_images(images, sizes, **options).clone()
+    pixels = images.float().requires_grad_()
+    normalized = normalize_images(pixels, None, **options)
+    assert normalized.equal(expected)
+    normalized.sum().backward()
+    torch.testing.assert_close(pixels.grad[0, :, 0, 0], 1 / (255 * torch.tensor(options["std"])))
+
+
 def test_targets_on_a_device_are_known_on_the_host():
     """The device meta has shapes alone, and nothing can be read from it."""
     batch = batch_of_two()

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from toolkit.run import session, session_begin, session_end, settings_check
 from toolkit.run.command_line import parse_config
 from toolkit.run.layers import COMMAND_LINE, Layer
 from toolkit.run.training import Training
+from toolkit.step import execution
 from toolkit.tools.shapes import make_shapes
 
 (SSD,) = (script for script in SCRIPTS if script.name == "train_ssd")
@@ -101,6 +103,36 @@ def test_a_finished_run_that_is_resumed_trains_nothing(whole, train):
     assert status(folder)["step"] == 2
     assert len([r for r in rows(folder) if "train/loss" in r]) == 2
     assert (folder / "final" / "model.safetensors").read_bytes() == before
+
+
+CAPTURED = {"backend": "aot_eager", "dynamic": False}  # as for CUDA graphs, but no kernel is compiled
+
+
+@pytest.mark.parametrize("graphed", [CAPTURED, pytest.param(execution.GRAPHED, marks=pytest.mark.slow)])
+def test_a_run_with_graphs_goes_on_to_the_bit(train, monkeypatch, graphed):
+    monkeypatch.setattr(execution, "GRAPHED", graphed)
+    name = f"graphed_{graphed['backend']}"
+    given = {"optim__compile": "graphs", "run__max_steps": 4, "run__save_every": 1, "run__keep": 4}
+    given |= {"data__multi_scale": [], "optim__bn_momentum_final": "null"}
+    train(run__name=name, **given)
+    folder = train.folder / name
+    whole = (folder / "final" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "final")
+    for step in (2, 3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:06d}")
+    train(run__name=name, **given, run__resume="latest")
+    assert status(folder)["step"] == 4
+    assert (folder / "final" / "model.safetensors").read_bytes() == whole
+
+
+def test_what_graphs_cannot_hold_is_refused_at_once(whole, train):
+    given = {"data__multi_scale": [64, 96], "optim__accumulation_steps": 2, "optim__bn_momentum_final": 0.01}
+    with pytest.raises(BadInput) as refusal:
+        train(run__name="refused_graphs", optim__compile="graphs", loss__teacher=whole[0], **given)
+    expected = ("bn_momentum_final", "multi_scale", "accumulation_steps", "teacher")
+    assert len(refusal.value.problems) == len(expected)
+    for problem, name in zip(refusal.value.problems, expected, strict=True):
+        assert name in problem
 
 
 def test_an_evaluation_alone_writes_a_run_without_checkpoints(whole, train):

@@ -26,6 +26,7 @@ import importlib
 import re
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,6 +189,7 @@ def install(project: Path) -> Log:
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         importlib.import_module(module)._foreach_supported_types.append(OnDevice)
     _pretend_modules()
+    _pretend_nccl()
     mode = _Mode()
     mode.__enter__()
     return _log
@@ -232,6 +234,10 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = kwargs.get("device")
+        if kwargs.pop("pin_memory", None):
+            return pin(func(*args, **kwargs))
+        if func.overloadpacket is aten.is_pinned:
+            return is_pinned(args[0])
         asked = device is not None and torch.device(device).type == "cuda"
         if not asked and not any(issubclass(kind, OnDevice) for kind in types):
             return func(*args, **kwargs)
@@ -357,6 +363,8 @@ def _tell(packet, func, name, args, kwargs, to_device) -> None:
 
 def _tell_copy(packet, name, args, kwargs, to_device) -> None:
     from_, into = (args[0], None) if packet is aten._to_copy else (args[1], args[0])
+    if into is not None and _host(from_).data_ptr() == _host(into).data_ptr():
+        return  # DDP does not see that they are one: views of a tensor here have storages of their own
     up = not isinstance(from_, OnDevice)
     if not up and (to_device if into is None else isinstance(into, OnDevice)):
         _log.note(name, "launch")
@@ -454,6 +462,35 @@ class _Generator(metaclass=_GeneratorKind):
 
     def __new__(cls, device="cpu"):
         return cls.plain()
+
+
+def _pretend_nccl() -> None:
+    """Several processes talk by gloo, each with a device of its own, which all of them call cuda:0."""
+    begin, make = torch.distributed.init_process_group, torch.nn.parallel.DistributedDataParallel.__init__
+
+    def by_gloo(backend=None, **options):
+        return begin("cuda:gloo,cpu:gloo", **options)
+
+    def without_clocks(ddp, *args, **kwargs):
+        make(ddp, *args, **kwargs)
+        ddp.register_comm_hook(None, _averaged)  # torch's own would give back what lies on the host
+        for _ in range(11):  # steps in which DDP reads CUDA's clock, which says that there is no driver
+            with suppress(RuntimeError):
+                ddp.reducer.prepare_for_forward()
+
+    torch.distributed.init_process_group = by_gloo
+    torch.nn.parallel.DistributedDataParallel.__init__ = without_clocks
+
+
+def _averaged(state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer()
+    recording, _log.recording = _log.recording, False  # NCCL averages by itself
+    gradients.div_(torch.distributed.get_world_size())
+    _log.recording = recording
+    torch.distributed.all_reduce(gradients)
+    future = torch.futures.Future()
+    future.set_result(gradients)
+    return future
 
 
 def _made_of_data(plain):

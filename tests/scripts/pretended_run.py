@@ -2,9 +2,10 @@
 
     python tests/scripts/pretended_run.py train_detr [--run.precision fp16 ...]     # one run, with the places
     python tests/scripts/pretended_run.py CASES.json    # [[script, [flags], faults?], ...]; a line of JSON for each
+    python tests/scripts/pretended_run.py CASES.json --step    # only the step is counted, and the run is left then
 
 The script runs as it is on a pretended device (`pretended_device.py`). Counted are its second optimizer step, which is
-a steady one, and its last pass over the validation data.
+a steady one (the third with several processes), and its last pass over the validation data.
 """
 
 import importlib.util
@@ -24,13 +25,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 PHASES = ("forward", "backward", "update")  # of a step; the criterion is in the first
 
 
+class Counted(Exception):
+    """Raised inside a run of which only the step is counted."""
+
+
 class Counting:
     """Events of the second step, by the part of the step they are in, and of the last pass over the validation data."""
 
-    def __init__(self, log: pretended_device.Log):
+    def __init__(self, log: pretended_device.Log, only_step: bool = False):
         from toolkit.run import training, training_window, validation
         from toolkit.run.session import Session
 
+        self.only_step = only_step
         self.make_training = Session.training
         self.log, self.step, self.counted, self.passed = log, [], [], []
         self.windows = training.Training.windows
@@ -42,10 +48,11 @@ class Counting:
 
     def _windows(self):
         def windows(t):
+            steady = 1 if t.accelerator.num_processes == 1 else 2  # DDP orders its buckets anew before the second
             for number, window in enumerate(self.windows(t)):
                 self._begin_phase(PHASES[0])
                 self.step = []
-                self.log.recording = number == 1
+                self.log.recording = number == steady
                 try:
                     yield window
                 finally:
@@ -53,6 +60,8 @@ class Counting:
                     if self.log.recording:
                         self.counted = self.step
                     self.log.recording = False
+                if number == steady and self.only_step and t.accelerator.is_main_process:
+                    raise Counted  # which ends the other processes too
 
         return windows
 
@@ -116,7 +125,8 @@ def moving_its_inputs(make_training):
 
     def training(*given):
         t = make_training(*given)
-        t.model = AsDistributed(t.model)
+        if t.accelerator.num_processes == 1:
+            t.model = AsDistributed(t.model)
         return t
 
     return training
@@ -132,7 +142,10 @@ def run(script: str, args: list[str], counting: Counting) -> dict:
     spec.loader.exec_module(module)
     Session.training = moving_its_inputs(counting.make_training)
     counting.counted, counting.passed, began = [], [], time.monotonic()
-    code = command_line.run_script(module.main, module.Config, module.DEFAULT_CONFIG, args)
+    try:
+        code = command_line.run_script(module.main, module.Config, module.DEFAULT_CONFIG, args)
+    except Counted:
+        code = 0
     return {"code": code, "seconds": time.monotonic() - began, **counting.found()}
 
 
@@ -140,7 +153,7 @@ def main(argv: list[str]) -> int:
     import faults
 
     torch.set_num_threads(1)
-    counting = Counting(pretended_device.install(ROOT))
+    counting = Counting(pretended_device.install(ROOT), only_step="--step" in argv)
     if argv[0].endswith(".json"):
         for script, args, *of_it in json.loads(Path(argv[0]).read_text()):
             for planted in of_it:  # they stay: of the last case only

@@ -48,7 +48,7 @@ def required(begin: str) -> dict[str, str]:
 
 
 def test_a_quick_run_prints_every_row_and_equal_numbers(capsys):
-    slow = {"loop", "reading", "startup", "memory", "yolov3_export"} | benchmark.ASKED_FOR
+    slow = {"loop", "launches", "reading", "startup", "memory", "yolov3_export"} | benchmark.ASKED_FOR
     rows = benchmark.main(["--quick", "--only", *({name for name, _, _ in benchmark.BENCHES} - slow)])
     values = values_of(rows)
     assert {name for name in benchmark.REQUIREMENTS if not name.startswith(ELSEWHERE)} <= set(values)
@@ -106,7 +106,7 @@ def titles_of(long: bool) -> list[str]:
 def test_items_of_the_gpu_bench_come_by_their_value():
     titles = titles_of(long=False)
     speeds = [f"{script}, bf16" for script in schedule.SECONDS_OF_SPEED]
-    assert titles[:6] == [*speeds, "train_faster_rcnn, bf16, compiled"]
+    assert titles[:7] == [*speeds, "train_faster_rcnn, bf16, compiled", "train_yolov3, bf16, graphs"]
     late = titles.index("train_ssd, bf16, two kernels tried")
     assert titles.index("train_yolov3, resumed") < late < titles.index("train_faster_rcnn, TF32")
     only_long = {*titles_of(long=True)} - {*titles}
@@ -311,6 +311,16 @@ def test_memory_is_measured_part_by_part():
         assert len(after) == (8 if program == "bare loop" else 9)
         assert 0 < after[f"{title}, after the imports"] < after[f"{title}, after all steps"]
         assert max(after.values()) <= values[f"{title}, peak"] + 1
+
+
+@pytest.mark.slow
+def test_launches_are_counted_in_one_process_and_in_each_of_two():
+    from benches.launches import bench_launches
+
+    values = values_of([*bench_launches(["train_ssd"])])
+    one, two = (f"train_ssd, a step in {processes}" for processes in ("1 process", "2 processes"))
+    assert values[f"{one}, waits"] == values[f"{two}, waits"] == 1
+    assert values[f"{one}, launches"] + 200 < values[f"{two}, launches"], "each gradient is copied"
 
 
 @pytest.mark.slow

@@ -38,11 +38,11 @@ GRAPHS = {"predcls": Waits(1, 1), "sgcls": Waits(3, 2), "sgdet": Waits(6, 3)}  #
 MORE_WITH_MASKS = {DETR: 1, FASTER_RCNN: 2}
 # Of a step of the small settings in bf16, by phase; a phase may have a twentieth more.
 LAUNCHES_OF_STEP = {
-    DETR: {"forward": 703, "backward": 670, "update": 40},
-    YOLOV3: {"forward": 440, "backward": 211, "update": 41},
+    DETR: {"forward": 692, "backward": 670, "update": 40},
+    YOLOV3: {"forward": 429, "backward": 211, "update": 41},
     FASTER_RCNN: {"forward": 582, "backward": 151, "update": 42},
     SCENE_GRAPHS: {"forward": 1309, "backward": 852, "update": 43},
-    SSD: {"forward": 338, "backward": 61, "update": 59},
+    SSD: {"forward": 327, "backward": 61, "update": 59},
 }
 EVALUATION = 4  # of a whole evaluation, beside its batches: losses are read, anchors are moved once
 LAUNCHES = 40 * 32  # of an evaluated batch, 40 for each of as many images as it has by default; however many it has

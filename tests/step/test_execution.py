@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.base.errors import BadInput
+from toolkit.step import execution
 from toolkit.step.execution import (
+    GraphedParts,
     be_deterministic,
     checkpoint_in_place,
     compile_in_place,
@@ -146,8 +148,54 @@ def test_what_cannot_be_checkpointed_or_compiled_is_refused():
         checkpoint_in_place(nn.Linear(2, 2), True)
     with pytest.raises(BadInput, match="optim.compile"):
         checkpoint_in_place(nn.Linear(2, 2), True, "inductor")
-    with pytest.raises(BadInput, match="no backend 'mine'; give true, or one of .*inductor"):
+    with pytest.raises(BadInput, match="no backend 'mine'; give true, graphs, or one of .*inductor"):
         compile_in_place(nn.Linear(2, 2), "mine")
+    with pytest.raises(BadInput, match="optim.compile graphs: .* give true instead"):
+        GraphedParts(built("faster_rcnn"), 2)
+
+
+# ---- CUDA graphs ----
+
+GRAPHED_DETECTORS = {
+    "ssd": (DEEP_DETECTORS["ssd"], ["backbone", "heads.0", "heads.1"]),
+    "yolov3": (DEEP, ["backbone", *(f"blocks.{i}.{part}" for i in range(3) for part in ("body", "tip"))]),
+    "rt_detr_v2": ({}, ["model.model.backbone.model", "model.model.encoder"]),
+}
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Parts are captured as for CUDA graphs, but no kernel is compiled; returns the counts of captured graphs."""
+    monkeypatch.setattr(execution, "GRAPHED", {"backend": "aot_eager", "dynamic": False})
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+    return counts
+
+
+@pytest.mark.parametrize("name", GRAPHED_DETECTORS)
+def test_graphs_hold_whole_parts_of_whole_batches_in_training(name, captured, monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    options, parts = GRAPHED_DETECTORS[name]
+    plain = built(name, **options)
+    other = copy.deepcopy(plain)
+    GraphedParts(other, batch_size=2)
+    assert list(other.state_dict()) == list(plain.state_dict())
+    batch = batch_of([2, 1], (64, 64))
+    for step in (1, 2):
+        expected, _ = step_of(plain, batch)
+        found, _ = step_of(other, batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert len(begun) == step
+    assert not captured["graph_break"]
+    graphs = captured["stats"]["unique_graphs"]
+    assert graphs >= len(parts)
+    step_of(other, batch_of([1], (64, 64)))
+    step_of(copy.deepcopy(other), batch)
+    run(other.eval(), batch)
+    assert captured["stats"]["unique_graphs"] == graphs
+    assert len(begun) == 3, "the copy has the hooks, and runs as without graphs"
 
 
 @pytest.mark.parametrize("named", [None, "elsewhere"])

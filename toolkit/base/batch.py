@@ -1,5 +1,6 @@
 """One micro-batch of images and targets, and the normalisation of its pixels on the device."""
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def pixel_mask(sizes: Tensor, hw: tuple[int, int]) -> Tensor:
 
 def normalize_images(
     images: Tensor,
-    sizes: Tensor,
+    sizes: Tensor | None,
     mean: Sequence[float],
     std: Sequence[float],
     dtype: torch.dtype = torch.float32,
@@ -139,24 +140,36 @@ def normalize_images(
 
     images (B, 3, H, W) uint8 and sizes (B, 2) on one device -> (B, 3, H, W) contiguous, in `dtype`. Float images with
     values from 0 to 255, such as images that a loop has mixed, are accepted too and give the same results; gradients
-    flow through them. The images are not modified.
+    flow through them. The images are not modified. sizes: None: there is no padding.
     """
-    padding = ~pixel_mask(sizes, images.shape[-2:])[:, None]  # (B, 1, H, W)
-    if images.is_floating_point():
-        planes = []
-        fractions = images.to(torch.float32) / 255
-        for plane, channel_mean, channel_std in zip(fractions.unbind(1), mean, std, strict=True):
-            planes.append((plane - channel_mean) / channel_std)
-        normalized = torch.stack(planes, 1)
-        return normalized.masked_fill(padding, 0).to(dtype)
+    of_channels = _of_channels.__wrapped__ if torch.compiler.is_compiling() else _of_channels
+    means, divisors = of_channels(tuple(mean), tuple(std), images.device)
     # The planes are made contiguous as bytes, before float32 makes them four times as large.
     normalized = images.contiguous().to(torch.float32)
-    normalized.div_(255)
-    for plane, channel_mean, channel_std in zip(normalized.unbind(1), mean, std, strict=True):
-        # Plain numbers: a tensor of them would make the host wait for a GPU.
-        plane.sub_(channel_mean)
-        plane.div_(channel_std)
-    return normalized.masked_fill_(padding, 0).to(dtype)
+    normalized = normalized / 255 if images.is_floating_point() else normalized.div_(255)
+    normalized.sub_(means)
+    if images.is_cuda:
+        normalized.mul_(divisors)
+    else:
+        normalized.div_(divisors)
+    if sizes is not None:
+        padding = ~pixel_mask(sizes, images.shape[-2:])[:, None]  # (B, 1, H, W)
+        normalized.masked_fill_(padding, 0)
+    return normalized.to(dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_channels(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of the channels, float32 (3, 1, 1), kept on the device; on CUDA 1 / deviation.
+
+    CUDA divides by a plain number so: the last bits of a pixel stay those of a division by numbers.
+    """
+    with torch.inference_mode(False):  # whose tensors could not be used in training
+        means = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
+        divisors = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+        if device.type == "cuda":
+            divisors = 1 / divisors
+        return send(means, device), send(divisors, device)
 
 
 def _as_array(value: object) -> object:

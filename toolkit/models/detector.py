@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.base.batch import first_rows, kept_first
+from toolkit.base.batch import first_rows, kept_first, normalize_images
 from toolkit.base.errors import BadInput
 from toolkit.models import DetectorOptions
 from toolkit.models.final import save_detector_folder
@@ -90,6 +90,8 @@ class Detector(nn.Module):
         predicts_masks: `decode` also returns masks, and the targets of training must have `masks`, one uint8 tensor (N,
             h, w) an image, of the size of the image without padding; set by `__init__` of a detector with a setting
             `masks`.
+        graph_parts: patterns of names of the outermost parts whose kernels depend on nothing but the shape of a batch's
+            images, so that `optim.compile: graphs` can run them as CUDA graphs; each takes part in every forward.
         exported_sides: image sides that an exported file accepts: "any", "multiples" of `stride`, or "fixed" (the size
             that it was exported for); "": the detector cannot be exported.
     """
@@ -112,6 +114,7 @@ class Detector(nn.Module):
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
     predicts_masks = False
+    graph_parts: Sequence[str] = ()
     exported_sides = ""
     max_detections = 100
     object_limits: Mapping[str, int] = {}
@@ -138,6 +141,14 @@ class Detector(nn.Module):
         """Return the outputs for a batch of uint8 images (B, 3, H, W), whose sizes (height, width) without padding are
         sizes (B, 2); called under autocast."""
         raise NotImplementedError
+
+    def normalized(self, images: Tensor, sizes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the images as `normalize_images` does, by the detector's mean and deviation.
+
+        A detector of `fixed_size` is trained without padding, for which a GPU would launch seven kernels.
+        """
+        may_have_padding = not (self.fixed_size and self.training)
+        return normalize_images(images, sizes if may_have_padding else None, self.mean, self.std, dtype)
 
     def denominators(self, targets: Sequence[Mapping]) -> dict[str, float]:
         """Return what this batch adds to every denominator of the losses, by name; called before the forward pass, with

@@ -34,6 +34,8 @@ from toolkit.run.validation import Validation
 from toolkit.step.class_weights import class_weights
 from toolkit.step.ema import Ema
 from toolkit.step.execution import (
+    GRAPHS,
+    GraphedParts,
     checkpoint_in_place,
     compile_in_place,
     has_depthwise_convolutions,
@@ -72,14 +74,14 @@ def build_training(
     # The averages copy the plain model, DDP wraps the compiled one, and the optimizer needs both finished.
     ema = Ema(detector, c.optim.ema_decay, c.optim.ema_warmup)
     checkpoint_in_place(detector, c.optim.checkpointing, execution.compile)
-    compile_in_place(detector, execution.compile, cache_root() / "compiled")
+    one_size = detector.fixed_size and not c.data.multi_scale
+    _compile(c, detector, execution.compile, one_size)
     if is_waited_for(accelerator.device) and not execution.compile:
         BatchCounts(detector)
         if accelerator.num_processes == 1 and not c.optim.checkpointing:
             WeightCasts(detector, accelerator.device)
     images_of_a_step = c.data.batch_size_per_device * c.optim.accumulation_steps * accelerator.num_processes
     optimizer = _optimizer(c.optim, detector, weights, distillation, images_of_a_step, s.say)
-    one_size = detector.fixed_size and not c.data.multi_scale
     searches = one_size and not c.run.deterministic and not has_depthwise_convolutions(detector)
     model, optimizer = prepare(accelerator, detector, optimizer, execution.tf32, searches)
 
@@ -104,6 +106,26 @@ def build_training(
     if distillation is not None:
         t.extra["distillation"] = distillation
     return t
+
+
+def _compile(c: Any, detector: Detector, compile: bool | str, one_size: bool) -> None:
+    """Compile a detector as `optim.compile` says. Raises BadInput for all settings that do not go with it."""
+    faults = []
+    if compile and c.optim.bn_momentum_final is not None:
+        faults.append("optim.compile: optim.bn_momentum_final would be compiled anew in each step; leave one out")
+    if compile == GRAPHS and not one_size:
+        faults.append("optim.compile graphs: needs images of one size: a detector without padding, data.multi_scale []")
+    if compile == GRAPHS and c.optim.accumulation_steps > 1:
+        faults.append("optim.compile graphs: a graph overwrites its last gradients; set optim.accumulation_steps to 1")
+    if compile == GRAPHS and c.loss.teacher is not None:
+        faults.append("optim.compile graphs: loss.teacher looks at maps inside the graphs; leave one out")
+    if faults:
+        raise BadInput(faults)
+    folder = cache_root() / "compiled"
+    if compile == GRAPHS:
+        GraphedParts(detector, c.data.batch_size_per_device, folder)
+    else:
+        compile_in_place(detector, compile, folder)
 
 
 def settle_execution(

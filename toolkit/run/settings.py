@@ -344,9 +344,10 @@ class OptimConfig:
     their inputs alone and compute the rest again in the backward pass, which needs less memory and more time; the
     results are the same to the bit."""
     compile: bool | str | None = None
-    """Compile the repeated blocks of the model with torch.compile: true, or the name of a backend. It needs a C++
-    compiler and a minute or two at the start, less with its cache. null: `--dynamo_backend` of `accelerate launch`,
-    else that of the resumed run, else off."""
+    """Compile the repeated blocks of the model with torch.compile: true, or the name of a backend; graphs: compile the
+    parts of an SSD, YOLOv3 or RT-DETR whose shapes are fixed, and run each as one CUDA graph. It needs a C++ compiler
+    and a minute or two at the start, less with its cache. null: `--dynamo_backend` of `accelerate launch`, else that of
+    the resumed run, else off."""
 
 
 @dataclass

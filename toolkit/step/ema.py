@@ -115,8 +115,5 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict, str]]:
 
 
 def _slot_tensors(slots: Mapping[str, tuple[dict, str]], names: Iterable[str]) -> list[Tensor]:
-    tensors = []
-    for name in names:
-        owner, key = slots[name]
-        tensors.append(owner[key])
-    return tensors
+    places = [slots[name] for name in names]
+    return [owner[key] for owner, key in places]

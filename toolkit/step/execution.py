@@ -10,7 +10,8 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -27,6 +28,9 @@ MOBILE_BLOCKS = {"InvertedResidual", "DepthwiseSeparableConv", "UniversalInverte
 ISA_WITH_BF16 = ("DEFAULT", "ALL", "BF16", "FP16", "AMX", "AVX10")
 # One graph for each width, with and without gradients, and image size; torch would stop after 8.
 MAX_GRAPHS_OF_A_BLOCK = 64
+GRAPHS = "graphs"  # of `optim.compile`
+# How torch compiles the parts of `GraphedParts`. On a CPU, which has no CUDA graphs, they are only compiled.
+GRAPHED = {"backend": "inductor", "options": {"triton.cudagraphs": True}, "dynamic": False}
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _NO_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implementation")
 
@@ -178,18 +182,70 @@ def compile_in_place(module: nn.Module, compile: bool | str, cache_dir: Path | N
     """
     if not compile:
         return
-    if cache_dir is not None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir))
     backend = "inductor" if compile is True else compile
     backends = torch.compiler.list_backends(exclude_tags=())
     if backend not in backends:
-        raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, or one of {', '.join(backends)}")
+        known = ", ".join(backends)
+        raise BadInput(f"optim.compile: torch has no backend {backend!r}; give true, graphs, or one of {known}")
+    _set_up_compiler(cache_dir)
+    for block in list(repeated_blocks(module)) or [module]:
+        block.compile(backend=backend)
+
+
+def _set_up_compiler(cache_dir: Path | None) -> None:
+    if cache_dir is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir))
     import torch._inductor.config as inductor  # here: it takes a second
 
     torch._dynamo.config.recompile_limit = MAX_GRAPHS_OF_A_BLOCK
     inductor.fallback_random = True  # dropout draws the same numbers as without compilation
-    for block in list(repeated_blocks(module)) or [module]:
-        block.compile(backend=backend)
+
+
+class GraphedParts:
+    """Lets a detector run its `graph_parts` as CUDA graphs: one launch for the kernels of a part, forward or backward.
+
+    A graph is of one shape, and takes memory for good. So only whole batches in training use them; evaluation, the last
+    batch of an epoch and everything else run as without graphs. The names in the state dict do not change.
+
+    Args:
+        detector: a `Detector`.
+        batch_size: number of images in a whole batch.
+        cache_dir: see `compile_in_place`.
+
+    Raises:
+        BadInput: the detector has no such parts.
+    """
+
+    def __init__(self, detector: nn.Module, batch_size: int, cache_dir: Path | None = None):
+        parts = []
+        for name, part in detector.named_modules():
+            if any(fnmatchcase(name, pattern) for pattern in detector.graph_parts):
+                parts.append(part)
+        if not parts:
+            raise BadInput(
+                "optim.compile graphs: the kernels of this detector depend on more than the size of its images; give "
+                "true instead"
+            )
+        _set_up_compiler(cache_dir)
+        self.batch_size = batch_size
+        self._is_whole_batch = False
+        for part in parts:
+            compiled = torch.compile(part._call_impl, **GRAPHED)
+            part._compiled_call_impl = functools.partial(self._call, part._call_impl, compiled)
+        detector.register_forward_pre_hook(self._begin)
+        detector.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, detector: nn.Module, arguments: tuple) -> None:
+        self._is_whole_batch = detector.training and len(arguments[0]) == self.batch_size
+        if self._is_whole_batch:
+            torch.compiler.cudagraph_mark_step_begin()  # else torch takes each part for a step of its own
+
+    def _end(self, *_) -> None:
+        self._is_whole_batch = False
+
+    def _call(self, plain: Callable, compiled: Callable, *inputs, **named):
+        call = compiled if self._is_whole_batch and torch.is_grad_enabled() else plain
+        return call(*inputs, **named)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:

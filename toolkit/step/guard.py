@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from toolkit.base.batch import Batch, HostTarget, Target
 from toolkit.base.distributed import reduce_dict
 from toolkit.base.errors import BadInput, StoppedByGuard
-from toolkit.step.optim import gradient_norm, parameters_of
+from toolkit.step.optim import gradient_norm, parameters_of, total_norm
 
 POLICIES = ("stop", "skip", "rollback")
 STATE_PARTS = 8  # of the state, of which each step checks one
@@ -100,6 +100,7 @@ class NanGuard:
         self._names: list[str] = []
         self._copies: list[Tensor] = []
         self._watched: list[int] = []
+        self._groups: list[list[int]] = []  # the buffers of a dtype and device each, which one kernel copies
 
     def check(
         self,
@@ -147,7 +148,7 @@ class NanGuard:
         action = self.decide(self.checked, losses, state["norm"], scale, state["buffers"])
         self.checked += 1
         if action is Action.STEP:
-            _copy(self._copies, self._live())
+            self._copy(self._copies, self._live())
             return True
         if action is Action.CALIBRATE:
             optimizer.step()  # the scaler skips it and lowers its scale
@@ -244,10 +245,13 @@ class NanGuard:
         live = self._live()
         self._copies = [buffer.clone() for buffer in live]
         self._watched = []
+        groups: dict[tuple, list[int]] = {}
         for i, buffer in enumerate(live):
+            groups.setdefault((buffer.dtype, buffer.device), []).append(i)
             has_floats = buffer.is_floating_point() and buffer.numel()
             if has_floats and bool(buffer.isfinite().all()):
                 self._watched.append(i)
+        self._groups = list(groups.values())
 
     def watched(self, before_window: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Return (name, buffer) of each buffer that must stay finite, see `watch`.
@@ -262,11 +266,12 @@ class NanGuard:
         self.snapshots += 1
         if self._model is not model:
             self.watch(model)
-        for i, buffer in enumerate(self._live()):
+        live = self._live()
+        for i, buffer in enumerate(live):
             saved = self._copies[i]
             if saved.shape != buffer.shape or saved.device != buffer.device:
                 self._copies[i] = torch.empty_like(buffer)
-        _copy(self._copies, self._live())
+        self._copy(self._copies, live)
 
     def restore(self, model: nn.Module) -> None:
         """Restore the buffers in place, as they were at the last `snapshot` of this model."""
@@ -275,7 +280,7 @@ class NanGuard:
         for (owner, key), saved in zip(self._slots, self._copies, strict=True):
             if owner[key] is None or owner[key].shape != saved.shape:
                 owner[key] = saved.clone()
-        _copy(self._live(), self._copies)
+        self._copy(self._live(), self._copies)
 
     def buffers_finite(self) -> Tensor:
         """Return a 0-dim tensor: 1.0 while all buffers that were finite at `watch` are still finite, else 0.0."""
@@ -284,11 +289,17 @@ class NanGuard:
         if not watched:
             return torch.ones(())
         # The largest magnitude of all is NaN or infinite when any entry is.
-        largest = torch.nn.utils.get_total_norm(watched, norm_type=math.inf)
+        largest = total_norm(watched, math.inf)
         return largest.isfinite().float()
 
     def _live(self) -> list[Tensor]:
         return [owner[key] for owner, key in self._slots]
+
+    @torch.no_grad()
+    def _copy(self, into: list[Tensor], source: list[Tensor]) -> None:
+        """Copy the values of all buffers, those of a dtype and device at once: else a kernel would copy each."""
+        for group in self._groups:
+            torch._foreach_copy_([into[i] for i in group], [source[i] for i in group])
 
     def state_dict(self) -> dict:
         """Return the numbers of skips, calibrations and rollbacks as JSON values."""
@@ -334,18 +345,6 @@ def _with_finite_boxes(target: Target) -> Target:
     return finite
 
 
-@torch.no_grad()
-def _copy(into: list[Tensor], source: list[Tensor]) -> None:
-    """Copy with one foreach call per dtype and device: mixed lists would fall back to one kernel per tensor."""
-    groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, tensor in zip(into, source, strict=True):
-        targets, tensors = groups.setdefault((tensor.dtype, tensor.device), ([], []))
-        targets.append(target)
-        tensors.append(tensor)
-    for targets, tensors in groups.values():
-        torch._foreach_copy_(targets, tensors)
-
-
 # ---- the state that an update leaves ---------------------------------------------------------------------------------
 
 
@@ -387,7 +386,7 @@ def looks_finite(state: Iterable[tuple[object, Tensor]], part: int) -> Tensor:
             tensors.append(tensor)
     if not tensors:
         return torch.ones(())
-    norm = torch.nn.utils.get_total_norm(tensors)
+    norm = total_norm(tensors)
     return norm.isfinite().float()
 
 

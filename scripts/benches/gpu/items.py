@@ -46,6 +46,7 @@ MODES = {
     "bf16, two kernels tried": BF16,
     "bf16, two GPUs": BF16,
     "bf16, compiled": BF16 | {"optim.compile": "true"},
+    "bf16, graphs": BF16 | {"optim.compile": "graphs"},
     "bf16, largest batch": BF16,
 }
 PEERS = {  # the other loop on a script's model

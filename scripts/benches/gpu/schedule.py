@@ -28,6 +28,7 @@ LIMIT_S = 420
 SECONDS_OF_SPEED = {"train_faster_rcnn": 60, "train_detr": 80, "train_ssd": 60, "train_yolov3": 45, "train_sgg": 45}
 # Those that resume in less than 130 s: the others first compile a deterministic RoIAlign
 SOON = ("train_detr", "train_ssd", "train_yolov3")
+GRAPHED = ("train_yolov3", "train_detr", "train_ssd")  # those with parts for CUDA graphs
 QUICK_FACTOR = 20  # seconds of an item at the sizes of a rehearsal, which has no GPU
 POLL_S = 0.05
 # No CUDA before a fork: whether there is a GPU is asked of the driver's library. Resumed runs are compared to the bit.
@@ -90,6 +91,8 @@ def groups(gpus: int, long: bool, quick: bool) -> Iterator[list[Item]]:
     if not quick:  # compilers need a device that is there
         for script in RECIPES if long else ("train_faster_rcnn",):
             yield [_speed(script, "bf16, compiled", 75)]
+        for script in GRAPHED if long else GRAPHED[:1]:
+            yield [_speed(script, "bf16, graphs", 75)]
     exact = [Item(f"{script}, parity", 130, Items.parity, (script,)) for script in RECIPES]
     exact += [Item(f"{script}, resumed", 130, Items.resumed, (script,)) for script in RECIPES if long or script in SOON]
     yield [*exact, Item("moves", 130, Items.moves)]

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from transformers.models.lw_detr.modeling_lw_detr import refine_bboxes
 from transformers.utils import ModelOutput
 
-from toolkit.base.batch import normalize_images
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import MatchedDetector, check_positions, precision
 from toolkit.detectors.detr.configuration import to_entries
@@ -132,7 +131,7 @@ class GroupDetr(MatchedDetector):
     def _states(self, images: Tensor, sizes: Tensor) -> ModelOutput:
         """Return the states of the queries and of the chosen positions, from which classes and boxes are predicted."""
         self._check_size(*images.shape[-2:])
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        pixels = self.normalized(images, sizes, self.model.dtype)
         with precision(self.training, images.device):
             return self.model.model(pixels)
 

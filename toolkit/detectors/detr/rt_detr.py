@@ -21,7 +21,7 @@ from transformers import (
     RTDetrV2ForObjectDetection,
 )
 
-from toolkit.base.batch import HostTarget, is_waited_for, normalize_images, on_host, send
+from toolkit.base.batch import HostTarget, is_waited_for, on_host, send
 from toolkit.base.box_ops import normalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.detectors.detr.base import TransformersDetector, check_positions, precision
@@ -66,6 +66,7 @@ class RTDetrV2(TransformersDetector):
     }
     default_weights = {"loss_vfl": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
     fixed_size = True
+    graph_parts = ("model.model.backbone.model", "model.model.encoder")  # the decoder has queries of denoising
     stride = 32
     class_tensors = {  # the denoising embedding has its padding last
         "model.class_embed.*": (0, 1, 0),
@@ -129,7 +130,7 @@ class RTDetrV2(TransformersDetector):
                 queries.
         """
         self._check_size(*images.shape[-2:])
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype=self.model.dtype)
+        pixels = self.normalized(images, sizes, self.model.dtype)
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # convolutions are a tenth faster
         waits = nullcontext()
         objects = targets

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchvision.models.detection import ssd300_vgg16, ssdlite320_mobilenet_v3_large
 from torchvision.models.detection.image_list import ImageList
 
-from toolkit.base.batch import normalize_images, rows_of, send
+from toolkit.base.batch import rows_of, send
 from toolkit.base.box_ops import clip_boxes, denormalize_boxes, xyxy_to_cxcywh
 from toolkit.base.errors import BadInput
 from toolkit.base.imports import disable_compiler
@@ -53,6 +53,7 @@ class SSD(Detector):
     masks_unlabelled = True
     weighs_classes = True
     fixed_size = True
+    graph_parts = ("backbone", "extra.?", "heads.?", "head")  # torchvision's has one head
     exported_sides = "fixed"  # the sizes of the maps are measured with a forward
     buffers_steer_training = False  # those of its weight are the same on all processes
     max_detections = 200  # as Liu et al., CVNets and torchvision
@@ -171,7 +172,7 @@ class SSD(Detector):
             the image; `image_hw (2,)`, height and width of the batch's images in pixels.
         """
         dtype = next(self.backbone.parameters()).dtype
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype)
+        pixels = self.normalized(images, sizes, dtype)
         features = list(self.backbone(pixels))
         for layer in self.extra:
             features.append(self._next_map(layer, features[-1]))
@@ -382,7 +383,7 @@ class SSD300(SSD):
     def forward(self, images: Tensor, sizes: Tensor, targets: Sequence[Mapping] | None = None) -> dict[str, Tensor]:
         """Return scores and offsets of every anchor; see `SSD.forward`."""
         dtype = next(self.backbone.parameters()).dtype
-        pixels = normalize_images(images, sizes, self.mean, self.std, dtype)
+        pixels = self.normalized(images, sizes, dtype)
         maps = self.backbone(pixels)
         predictions = self.head(list(maps.values()))
         anchors, image_hw = self.anchors(images.shape[-2:], images.device)

@@ -12,7 +12,6 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from toolkit.base.batch import normalize_images
 from toolkit.base.box_ops import box_iou, clip_boxes, resize_boxes
 from toolkit.base.errors import BadInput
 from toolkit.detectors.yolov3.options import Yolov3Options
@@ -87,6 +86,7 @@ class YOLOv3(Detector):
     metric_names = ("class_error", "box_iou")
     divided_by = "images"
     class_tensors = {"predictions.*.weight": (5, 1, 0), "predictions.*.bias": (5, 1, 0)}  # see weights/pretrained.py
+    graph_parts = ("backbone", "blocks.?.body", "blocks.?.tip", "transitions.?")
     fixed_size = True  # there is no mask: padding would look like a black image
     weighs_boxes = True
     masks_unlabelled = True
@@ -183,7 +183,7 @@ class YOLOv3(Detector):
 
         The dict has `raw_stride32`, `raw_stride16`, `raw_stride8`, see `raw_maps`, and `sizes`. Targets are not used.
         """
-        maps = self.raw_maps(normalize_images(images, sizes, self.mean, self.std))
+        maps = self.raw_maps(self.normalized(images, sizes))
         outputs = {f"raw_stride{stride}": level for stride, level in zip(STRIDES, maps, strict=True)}
         outputs["sizes"] = sizes
         return outputs
