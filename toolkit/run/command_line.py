@@ -207,7 +207,7 @@ def _names_files(flags: Layer) -> bool:
         sources += value if isinstance(value, list) else [value]
     for source in [source for source in sources if isinstance(source, str)]:
         has_suffix = source.lower().endswith((".json", ".yaml", ".yml", ".csv"))
-        is_folder = source not in SPLITS and Path(source).expanduser().is_dir()
+        is_folder = source not in SPLITS and Path(os.path.expanduser(source)).is_dir()
         if has_suffix or is_folder:
             return True
     return False

@@ -4,6 +4,7 @@ It is used for the flags and settings files of a start, and for the files of a r
 """
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -44,8 +45,14 @@ def check_values(layer: Layer, kinds: Mapping[str, type]) -> list[str]:
         except ValueError as error:
             problems.append(f"{layer.where}: {name} {error}")
             continue
+        if layer.where == COMMAND_LINE and _is_of_unknown_home(made):
+            problems.append(f"{layer.where}: {name} is {made}: no such user here; give the whole path")
         layer.values[name] = Entries(made) if isinstance(value, Entries) else made
     return problems
+
+
+def _is_of_unknown_home(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value
 
 
 def setting_types(kinds: Mapping[str, type]) -> dict[str, Any]:
