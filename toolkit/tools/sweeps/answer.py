@@ -66,8 +66,8 @@ def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
         if other.name not in last["values"]:
             stopped.append(other.name)
         elif difference is not None:
-            beginning = "Not decided yet: t" if difference.chance else "T"
-            sentences.append(f"{beginning}han {other.name} in the same minutes, it is {difference.in_words()}.")
+            open_end = ", so this is not decided yet" if difference.chance else ""
+            sentences.append(f"Against {other.name}, in the same minutes: {difference.in_words()}{open_end}.")
     if stopped:
         why = "worse in an earlier round, which chance does not explain"
         sentences.append(f"Stopped, as they were {why}: {', '.join(stopped)}.")

@@ -144,7 +144,7 @@ def _end_round(choice: Choice, judged: Sequence[Judgement], say: Callable[[str],
     is_last = len(choice.rounds) + 1 == choice.num_rounds
     worse = {} if is_last else stopping(ranked, choice.metric)
     for name, difference in worse.items():
-        say(f"{name} stops, {difference.in_words()}: against {ranked[0].name}")
+        say(f"{name} stops. Against {ranked[0].name}: {difference.in_words()}")
     of_round = {
         "minutes": choice.minutes_of_each,
         "values": {judgement.name: judgement.numbers[choice.metric] for judgement in ranked},
