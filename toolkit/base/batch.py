@@ -143,15 +143,12 @@ def normalize_images(
     flow through them. The images are not modified. sizes: None: there is no padding.
     """
     of_channels = _of_channels.__wrapped__ if torch.compiler.is_compiling() else _of_channels
-    means, divisors = of_channels(tuple(mean), tuple(std), images.device)
+    means, deviations = of_channels(tuple(mean), tuple(std), images.device)
     # The planes are made contiguous as bytes, before float32 makes them four times as large.
     normalized = images.contiguous().to(torch.float32)
     normalized = normalized / 255 if images.is_floating_point() else normalized.div_(255)
     normalized.sub_(means)
-    if images.is_cuda:
-        normalized.mul_(divisors)
-    else:
-        normalized.div_(divisors)
+    normalized.div_(deviations)
     if sizes is not None:
         padding = ~pixel_mask(sizes, images.shape[-2:])[:, None]  # (B, 1, H, W)
         normalized.masked_fill_(padding, 0)
@@ -160,16 +157,14 @@ def normalize_images(
 
 @functools.lru_cache(maxsize=16)
 def _of_channels(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of the channels, float32 (3, 1, 1), kept on the device; on CUDA 1 / deviation.
+    """Return mean and deviation of the channels, float32 (3, 1, 1), kept on the device.
 
-    CUDA divides by a plain number so: the last bits of a pixel stay those of a division by numbers.
+    Tensors: a GPU multiplies by the reciprocal of a plain number, and the last bits would not be those of a CPU.
     """
     with torch.inference_mode(False):  # whose tensors could not be used in training
         means = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
-        divisors = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
-        if device.type == "cuda":
-            divisors = 1 / divisors
-        return send(means, device), send(divisors, device)
+        deviations = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+        return send(means, device), send(deviations, device)
 
 
 def _as_array(value: object) -> object:
