@@ -74,10 +74,10 @@ def test_given_files_are_compared_by_the_metric_asked_for(shapes, tmp_path):
     other.write_text("# python scripts/train_ssd.py\nmodel: {architecture: ssd}\neval: {metric_for_best: bbox_AP}\n")
     files = [ROOT / "configs" / "ssd" / "own_data_cpu.yaml", other]
     commands = found(shapes, files=files, metric="APs")
-    assert list(commands) == ["ssd", "ssd_2"]
-    assert setting(commands["ssd"], "eval.metric_for_best") == "ema/bbox_APs"
-    assert setting(commands["ssd_2"], "eval.metric_for_best") == "bbox_APs"
-    assert setting(commands["ssd_2"], "config") == str(other)
+    assert list(commands) == ["ssd_own_data_cpu", "ssd_mine"]
+    assert setting(commands["ssd_own_data_cpu"], "eval.metric_for_best") == "ema/bbox_APs"
+    assert setting(commands["ssd_mine"], "eval.metric_for_best") == "bbox_APs"
+    assert setting(commands["ssd_mine"], "config") == str(other)
 
 
 def test_with_masks_one_is_left_without_weights_of_a_publisher(shapes):

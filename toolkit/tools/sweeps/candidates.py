@@ -3,7 +3,7 @@
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -66,13 +66,23 @@ def find_candidates(options: argparse.Namespace, more: Sequence[str]) -> dict[st
     if len(commands) < 2:
         raise BadInput(_too_few(commands, reasons, options))
     settings = all_faults(*[partial(resolved_settings, Path(words[0]), words[1:]) for words in commands])
-    names = [re.sub(r"[^\w.-]+", "_", each["model"]["architecture"]) for each in settings]
     last = [word for key, value in MINUTES_ALONE.items() for word in (f"--{key}", value)]
     found = {}
-    for name, words, each in zip(distinct(names), commands, settings, strict=True):
+    for name, words, each in zip(_names(commands, settings), commands, settings, strict=True):
         best = _metric_for_best(each["eval"]["metric_for_best"], options.metric)
         found[name] = [*words, *last, "--eval.metric_for_best", best]
     return found
+
+
+def _names(commands: Sequence[Sequence[str]], settings: Sequence[Mapping]) -> list[str]:
+    """Return the architecture of each candidate; with the name of its settings file where several have it."""
+    architectures = [each["model"]["architecture"] for each in settings]
+    names = []
+    for architecture, words in zip(architectures, commands, strict=True):
+        is_alone = architectures.count(architecture) == 1
+        name = architecture if is_alone else f"{architecture}_{Path(words[2]).stem}"
+        names.append(re.sub(r"[^\w.-]+", "_", name))
+    return distinct(names)
 
 
 def _settings_files(options: argparse.Namespace) -> list[tuple[str, str]]:
