@@ -174,7 +174,7 @@ def commands_of_two_seeds(data) -> dict:
 
 
 def kill_at(checkpoint: str):
-    """What kills a training that has reached a checkpoint, and the program that watches it, between two looks."""
+    """Return a run and a clock that kill a training which has reached a checkpoint, and the program that watches it."""
     started = []
 
     class Remembered(WatchedRun):
