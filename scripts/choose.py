@@ -19,7 +19,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from toolkit.base.errors import BadInput, Preempted, exit_on_bad_input
+from toolkit.base.errors import BadInput, exit_on_bad_input
 from toolkit.base.signals import StopSignals
 from toolkit.evaluation.shown_metrics import COCO_METRICS
 from toolkit.tools.arguments import Program, add_reading_flags, finite_number
@@ -55,7 +55,7 @@ def choose(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 @exit_on_bad_input
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     parser = Program(__doc__, allow_abbrev=False)
     add_reading_flags(parser)
     minutes = "minutes of training in all, on each device"
@@ -69,12 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--devices", nargs="+", default=[""], help=devices)
     parser.add_argument("--no-gpu", action="store_true", help="only candidates for a CPU")
     parser.add_argument("--offline", action="store_true", help="only candidates that need no network")
-    try:
-        choose(*parser.parse_known(argv))
-    except Preempted as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    choose(*parser.parse_known(argv))
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def run_sweep(arguments: argparse.Namespace) -> None:
 
 
 @exit_on_bad_input
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     parser = Program(__doc__)
     parser.add_argument("sweep", type=Path, help="file of a sweep, as W&B has it: configs/sweeps/*.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the study and of its runs")
@@ -215,12 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--trials", type=whole_number(1), help=trials)
     seed = "random seed of the search (default 0)"
     parser.add_argument("--seed", type=whole_number(0, MAX_SEED), default=0, help=seed)
-    try:
-        run_sweep(parser.parse_args(argv))
-    except Preempted as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    run_sweep(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

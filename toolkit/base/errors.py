@@ -168,9 +168,9 @@ class FailedElsewhere(Exception):
 def exit_on_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
     """Wrap the `main` of a command, so that it prints expected errors as a message and returns an exit code.
 
-    BadInput, and every error that `explain_error` can explain, is printed to stderr; all other errors are raised. A
-    `main` that returns nothing gives exit code 0. The environment is checked by `check_environment` before `main` is
-    called.
+    BadInput, Preempted, and every error that `explain_error` can explain, is printed to stderr; all other errors are
+    raised. A `main` that returns nothing gives exit code 0. The environment is checked by `check_environment` before
+    `main` is called.
     """
 
     @wraps(main)
@@ -179,6 +179,9 @@ def exit_on_bad_input(main: Callable[..., int | None]) -> Callable[..., int]:
             try:
                 check_environment(os.environ)
                 return main(*arguments, **named) or 0
+            except Preempted as error:
+                print(f"stopped: {error}", file=sys.stderr)
+                return error.exit_code
             except (BadInput, MemoryError, OSError, ImportError, RuntimeError) as error:
                 problem = error if isinstance(error, BadInput) else explain_error(error)
                 if problem is None:
