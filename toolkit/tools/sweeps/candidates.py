@@ -51,18 +51,19 @@ def find_candidates(options: argparse.Namespace, more: Sequence[str]) -> dict[st
     tables, sources = open_all(options, say=lambda text: None)
     commands = []
     reasons = []
-    wants_masks = options.masks
+    inspections = {}  # by size in training
     for script, config in files:
-        options.script = script
-        options.masks = wants_masks and script == WITH_MASKS  # others have them in their settings file
         size = size_in_training(options, config)
-        inspection = inspect_tables(tables, size, compare=False)
-        command = training_command(options, sources, tables, inspection, size, config)
+        key = tuple(size.items())
+        if key not in inspections:
+            inspections[key] = inspect_tables(tables, size, compare=False)
+        masks = options.masks and script == WITH_MASKS  # others have them in their settings file
+        asked = argparse.Namespace(**vars(options) | {"script": script, "masks": masks})
+        command = training_command(asked, sources, tables, inspections[key], size, config)
         if isinstance(command, str):
             reasons.append(command)
         else:
             commands.append([*command.words[2:], *more])  # without `accelerate launch`, which takes all devices
-    options.masks = wants_masks
     if len(commands) < 2:
         raise BadInput(_too_few(commands, reasons, options))
     settings = all_faults(*[partial(resolved_settings, Path(words[0]), words[1:]) for words in commands])
