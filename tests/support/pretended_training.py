@@ -34,6 +34,7 @@ class PretendedRun:
 
     def __init__(self, command, folder, output, environment):
         self.folder = Path(folder)
+        self.output = output
         given = {}
         for word in command:
             flag, _, value = word.partition("=")

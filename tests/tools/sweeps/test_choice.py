@@ -64,6 +64,7 @@ def test_the_worse_half_stops_and_the_others_go_on_with_more_minutes(begin):
     assert choice.failed == {"broken": "error: it cannot"}
     assert "broken has failed and is left out:\nerror: it cannot" in said
     assert sum(line.startswith("best: AP 0.") for line in said) == 2
+    assert sum(line.startswith("best trains; its console is ") for line in said) == 2
     schedules = [given["run.resume_schedule"] for given, _ in PretendedRun.started["best"]]
     assert schedules == ["new", "new"]
     assert len(PretendedRun.started["poor"]) == 1

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from toolkit.base.errors import BadInput, Preempted
-from toolkit.base.files import read_json, read_json_object, write_json_atomic
+from toolkit.base.files import read_json, read_json_object, shown_path, write_json_atomic
 from toolkit.base.signals import StopSignals
 from toolkit.evaluation.predictions import PREDICTIONS
 from toolkit.run.checkpoint import linked
@@ -188,8 +188,10 @@ def _train_round(
             free = [device for device in devices if device not in running]
             for device in free[: len(waiting)]:
                 name = waiting.pop(0)
-                running[device] = name, _start(choice, name, device, signals)
-                at_end.callback(running[device][1].stop)  # where this program ends first; it saves
+                run = _start(choice, name, device, signals)
+                say(f"{name} trains; its console is {shown_path(run.output)}")
+                running[device] = name, run
+                at_end.callback(run.stop)  # where this program ends first; it saves
             ended = [device for device, (_, run) in running.items() if run.process.poll() is not None]
             for device in ended:
                 name, run = running.pop(device)
