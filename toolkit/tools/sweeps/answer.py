@@ -198,8 +198,9 @@ def _rounds(choice: Choice) -> str:
                 (i, f"{of_round['minutes']:g}", name, with_interval(value, of_round["intervals"][name]), goes_on)
             )
     text = (
-        "After a round, the worse half stops, except those whose difference from the best may be chance. Equal numbers "
-        f"are decided by the order of the candidates: what was better on public data sets first ({PRIOR}). The "
-        "validation images have chosen the winner, so its numbers are a little too good; those of a test split are not."
+        "After a round, the worse half stops, except those whose difference from the best may be chance: that of the "
+        "images, or that of the seed, which may take a third from a short training. Equal numbers are decided by the "
+        f"order of the candidates: what was better on public data sets first ({PRIOR}). The validation images have "
+        "chosen the winner, so its numbers are a little too good; those of a test split are not."
     )
     return table(["round", "minutes", "", choice.metric, ""], rows, text=(2, 4)) + paragraph(text, "dim")

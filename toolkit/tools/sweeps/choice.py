@@ -36,6 +36,9 @@ from toolkit.tools.sweeps.locks import wait_until_free
 from toolkit.tools.watch import POLL_S, WatchedRun
 
 CHOICE_FILE = "choice.json"
+# Share of the best's metric by which another seed alone may put a candidate behind: the standard deviations of short
+# trainings in docs/results.md, Starting weights, are up to a quarter of their AP.
+OF_SEEDS = 1 / 3
 
 
 @dataclass
@@ -157,14 +160,16 @@ def _end_round(choice: Choice, judged: Sequence[Judgement], say: Callable[[str],
 
 def stopping(ranked: Sequence[Judgement], metric: str) -> dict[str, MetricDifference]:
     """Return who stops after a round, with the difference from the best: the worse half, except those whose difference
-    may be chance, by a paired bootstrap over the images.
+    may be chance: of the images, by a paired bootstrap over them, or of the seed, see `OF_SEEDS`.
 
     ranked: the candidates, best first.
     """
     worse = {}
+    as_good = (1 - OF_SEEDS) * ranked[0].numbers[metric]
     for judgement in ranked[math.ceil(len(ranked) / 2) :]:
         difference = paired_difference(ranked[0], judgement, metric)
-        if difference is not None and not difference.chance:
+        may_be_chance = difference is None or difference.chance or judgement.numbers[metric] > as_good
+        if not may_be_chance:
             worse[judgement.name] = difference
     return worse
 
