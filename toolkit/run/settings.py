@@ -427,7 +427,7 @@ class EvalConfig:
     early_stopping_patience: PositiveInt | None = None
     """Early stopping: number of evaluations without improvement of `eval.metric_for_best` after which training ends;
     null disables it."""
-    batch_size_per_device: PositiveInt = 32
+    batch_size_per_device: PositiveInt = 16
     """Number of images in an evaluation batch on each device."""
     score_threshold: ClosedUnitInterval = 0.0
     """Minimum score of the detections that are evaluated."""
