@@ -1,5 +1,6 @@
 """The page of a choice: the winner, what is not decided, and how long it is worth training."""
 
+import dataclasses
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from toolkit.base.signals import StopSignals
 from toolkit.tools.shapes import make_shapes
 from toolkit.tools.sweeps import answer
 from toolkit.tools.sweeps import choice as choices
-from toolkit.tools.sweeps.answer import doublings_worth, gain_of_doubling, licence_of, write_answer
+from toolkit.tools.sweeps.answer import doublings_worth, expected, gain_of_doubling, licence_of, write_answer
 
 SKILLS = {"poor": "0.2", "close": "0.74", "equal": "-0.85", "best": "1", "broken": "fail"}
 MEASURED = {"PyTorch": 20.0, "ONNX": 30.0, "MB": 10.0, "training_MB": 900.0}
@@ -17,7 +18,7 @@ MEASURED = {"PyTorch": 20.0, "ONNX": 30.0, "MB": 10.0, "training_MB": 900.0}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """(the text of the answer, the page) of a choice by pretended trainings."""
+    """(the text of the answer, the page, the choice) by pretended trainings."""
     folder = tmp_path_factory.mktemp("choice")
     make_shapes(folder / "shapes", train_images=1, val_images=20, image_size=64)
     with pytest.MonkeyPatch.context() as patched:
@@ -31,11 +32,11 @@ def page(tmp_path_factory):
         choice = choices.open_choice(folder / "out", {"minutes": 2.0, "devices": 1}, lambda: commands, "AP")
         choices.run_rounds(choice, [""], StopSignals(), print)
         text, file = write_answer(choice)
-    return text, file.read_text()
+    return text, file.read_text(), choice
 
 
 def test_the_answer_names_the_winner_and_what_is_not_decided(page):
-    text, html = page
+    text, html, _ = page
     assert text.startswith("best: AP 0.")
     against = text.partition("Against equal, in the same minutes: ")[2].splitlines()[0]
     assert against.startswith("better by")
@@ -46,6 +47,16 @@ def test_the_answer_names_the_winner_and_what_is_not_decided(page):
     assert "Failed, so nothing is known of them: broken." in text
     assert re.findall('<section id="(.*?)">', html)[:4] == ["answer", "candidates", "rounds", "summary"]
     assert "docs/results.md, Against other programs" in html
+
+
+def test_a_steeper_curve_is_said(page):
+    choice = page[2]
+    earlier = choice.rounds[-2]
+    late = dict(earlier, values=earlier["values"] | {"close": 0.0})
+    changed = dataclasses.replace(choice, rounds=[late, choice.rounds[-1]])
+    judged = [choices.judgement_of(choice, name) for name in ("best", "close")]
+    said = answer.answer(changed, judged)[1]
+    assert said.endswith("not explained by chance, but its curve is steeper, so more minutes might change it.")
 
 
 def test_the_command_goes_on_for_as_long_as_is_worth_it(page):
@@ -75,8 +86,13 @@ def test_minutes_are_doubled_while_each_doubling_brings_a_point(gain, times):
     assert doublings_worth(gain) == times
 
 
-def test_the_slope_is_that_of_a_doubling():
-    assert gain_of_doubling([(1.0, 0.1), (2.0, 0.3), (8.0, 0.5)]) == pytest.approx(0.1)
+def test_the_slope_is_that_of_a_doubling_of_the_last_round(tmp_path):
+    values = {1.0: {"early": 0.1, "late": 0.0}, 2.0: {"early": 0.3, "late": 0.1}, 8.0: {"early": 0.5, "late": 0.4}}
+    rounds = [{"minutes": minutes, "values": of_round} for minutes, of_round in values.items()]
+    choice = choices.Choice(tmp_path, {}, {}, "AP", 1.0, rounds=rounds)
+    assert gain_of_doubling(choice, "early") == pytest.approx(0.1)
+    assert expected(choice, "early") == pytest.approx(0.6)
+    assert expected(choice, "late") == pytest.approx(0.55)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
             stopped.append(other.name)
         elif difference is not None:
             open_end = ""
-            if difference.chance:
+            if expected(choice, other.name) > expected(choice, winner.name):
+                open_end = ", but its curve is steeper, so more minutes might change it"
+            elif difference.chance:
                 open_end = ", so this is not decided yet"
             elif last["values"][other.name] > (1 - OF_SEEDS) * last["values"][winner.name]:
                 open_end = "; another seed might change it"
@@ -82,15 +84,15 @@ def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
 
 def go_on(choice: Choice, name: str) -> tuple[str, str]:
     """Return a sentence on how long the winner is worth training, by the slope of its curve, and the command for it."""
-    points = [(of_round["minutes"], of_round["values"][name]) for of_round in choice.rounds]
-    gain = gain_of_doubling(points)
+    minutes = choice.rounds[-1]["minutes"]
+    gain = gain_of_doubling(choice, name)
     times = doublings_worth(gain)
     folder = choice.folder / name
     last = f"Between the last two rounds, a doubling of its minutes brought {gain:+.3f} {choice.metric}."
     if not times:
         words = ["python", "scripts/predict.py", shown_path(folder), "photo.jpg", "--out", "found"]
         return f"{last} More minutes are hardly worth it; it predicts with:", " ".join(words)
-    minutes = points[-1][0] * 2**times
+    minutes *= 2**times
     flags = ["--run.resume", "latest", "--run.resume_schedule", "new", "--run.max_minutes", f"{minutes:g}"]
     flags += ["--run.eval_every", str(RunConfig.eval_every)]
     words = choice.candidates[name]
@@ -101,10 +103,16 @@ def go_on(choice: Choice, name: str) -> tuple[str, str]:
     return f"{last} {expected}", command_that_goes_on(flags, words, newest_config(folder))
 
 
-def gain_of_doubling(points: Sequence[tuple[float, float]]) -> float:
-    """Return what a doubling of the minutes brought between the last two of (minutes, metric)."""
-    (earlier, before), (later, after) = points[-2:]
+def gain_of_doubling(choice: Choice, name: str) -> float:
+    """Return what a doubling of its minutes brought a candidate of the last two rounds, in the metric."""
+    (earlier, before), (later, after) = ((each["minutes"], each["values"][name]) for each in choice.rounds[-2:])
     return (after - before) / math.log2(later / earlier)
+
+
+def expected(choice: Choice, name: str) -> float:
+    """Return the metric that a candidate of the last round reaches in the end if each further doubling of its minutes
+    brings half of the one before."""
+    return choice.rounds[-1]["values"][name] + gain_of_doubling(choice, name)
 
 
 def doublings_worth(gain: float) -> int:
