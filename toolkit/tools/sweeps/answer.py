@@ -164,6 +164,8 @@ def _candidates(choice: Choice, judged: Sequence[Judgement], measured: Mapping[s
     """Return HTML with a table of the candidates, and a chart of the metric against speed."""
     rows = []
     lines = []
+    prefix = "segm_" if choice.metric.startswith("segm_") else ""
+    metrics = dict.fromkeys((choice.metric, f"{prefix}AP", f"{prefix}AP50", f"{prefix}APs"))
     for i, judgement in enumerate(judged):
         folder = choice.folder / judgement.name
         of_it = measured[judgement.name]
@@ -172,7 +174,6 @@ def _candidates(choice: Choice, judged: Sequence[Judgement], measured: Mapping[s
         if np.isfinite(of_classes).any():
             label = int(np.nanargmin(of_classes))
             worst = f"{judgement.matches.class_names[label]} {of_classes[label]:.3f}"
-        metrics = dict.fromkeys((choice.metric, "AP", "AP50", "APs"))
         values = []
         for key in metrics:
             value = with_interval(judgement.numbers[key], judgement.intervals[key])
