@@ -99,8 +99,8 @@ def go_on(choice: Choice, name: str) -> tuple[str, str]:
     test_split = words[words.index("--eval.test_split") + 1]  # of the data; that of the candidates, null, comes last
     if test_split != MINUTES_ALONE["eval.test_split"]:
         flags += ["--eval.test_split", test_split]
-    expected = f"If each further one brings half of the one before, {minutes:g} minutes in all are worth it:"
-    return f"{last} {expected}", command_that_goes_on(flags, words, newest_config(folder))
+    worth = f"If each further one brings half of the one before, {minutes:g} minutes in all are worth it:"
+    return f"{last} {worth}", command_that_goes_on(flags, words, newest_config(folder))
 
 
 def gain_of_doubling(choice: Choice, name: str) -> float:
