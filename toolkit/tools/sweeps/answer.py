@@ -29,7 +29,7 @@ from toolkit.tools.report.judgement import Judgement
 from toolkit.tools.report.page import Html, charts, number, paragraph, table, with_interval
 from toolkit.tools.report.write import write_comparison
 from toolkit.tools.sweeps.candidates import MINUTES_ALONE, PRIOR
-from toolkit.tools.sweeps.choice import OF_SEEDS, Choice, judgement_of
+from toolkit.tools.sweeps.choice import Choice, judgement_of, may_be_of_seed
 
 IMAGES_OF_EXPORT = 4  # that an exported file is compared on
 WORTH = 0.01  # of the metric, that a doubling of the minutes must bring
@@ -71,7 +71,7 @@ def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
                 open_end = ", but its curve is steeper, so more minutes might change it"
             elif difference.chance:
                 open_end = ", so this is not decided yet"
-            elif last["values"][other.name] > (1 - OF_SEEDS) * last["values"][winner.name]:
+            elif may_be_of_seed(last["values"][other.name], last["values"][winner.name]):
                 open_end = "; another seed might change it"
             sentences.append(f"Against {other.name}, in the same minutes: {difference.in_words()}{open_end}.")
     if stopped:

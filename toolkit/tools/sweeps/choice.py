@@ -160,18 +160,23 @@ def _end_round(choice: Choice, judged: Sequence[Judgement], say: Callable[[str],
 
 def stopping(ranked: Sequence[Judgement], metric: str) -> dict[str, MetricDifference]:
     """Return who stops after a round, with the difference from the best: the worse half, except those whose difference
-    may be chance: of the images, by a paired bootstrap over them, or of the seed, see `OF_SEEDS`.
+    may be chance: of the images, by a paired bootstrap over them, or of the seed, see `may_be_of_seed`.
 
     ranked: the candidates, best first.
     """
     worse = {}
-    as_good = (1 - OF_SEEDS) * ranked[0].numbers[metric]
+    best = ranked[0].numbers[metric]
     for judgement in ranked[math.ceil(len(ranked) / 2) :]:
         difference = paired_difference(ranked[0], judgement, metric)
-        may_be_chance = difference is None or difference.chance or judgement.numbers[metric] > as_good
+        may_be_chance = difference is None or difference.chance or may_be_of_seed(judgement.numbers[metric], best)
         if not may_be_chance:
             worse[judgement.name] = difference
     return worse
+
+
+def may_be_of_seed(value: float, best: float) -> bool:
+    """Return whether another seed alone may have put a candidate with `value` of the metric behind the best one."""
+    return value > (1 - OF_SEEDS) * best
 
 
 def _train_round(
