@@ -90,6 +90,10 @@ MORE_FAULTS = (  # tests/run/test_checkpoint.py kills before every write of a ch
     Fault("toolkit.run.recovery:RunGuard.accepts", 2, 5),  # gradients are complete, the update is not made
     Fault(GATHERING, 2, 6),
 )
+OF_AN_EXTENSION = (  # from step 6 to step 14; the evaluation at step 10 reduces the learning rate
+    Fault(MICRO_BATCH, 2, 6),  # nothing is saved yet
+    Fault(GATHERING, 5, 12),  # of two in each evaluation
+)
 OF_THREE_PROCESSES = (
     Fault(MICRO_BATCH, 2, 0),
     Fault("toolkit.run.validation:note_metric", 1, 2),
@@ -521,6 +525,18 @@ def test_changed_settings_are_said_and_used_with_a_new_schedule(server, script, 
     assert [row["step"] for row in more] == [7, 8, 9]
     assert [row["train/lr/main"] for row in more] == pytest.approx([5e-4 * (1 - step / 9) for step in (6, 7, 8)])
     assert yaml.safe_load((folder / "config_3.yaml").read_text())["optim"]["lr"] == 5e-4
+
+
+def test_an_extension_goes_on_to_the_bit_by_the_same_command(server, script, finished, tmp_path):
+    args, folder = finished
+    args += "--run.resume_schedule new --run.epochs 9 --run.max_steps 14 --schedule.name plateau".split()
+    args += "--schedule.plateau_threshold 1 --schedule.plateau_patience 1 --schedule.max_decays 9".split()
+    whole = shutil.copytree(folder, tmp_path / "whole", symlinks=True)
+    server.run(script, [*args, "--run.name", "whole"]).ok()
+    assert_goes_on(server, script, args, 1, OF_AN_EXTENSION, whole)
+    before = rows(whole)
+    server.run(script, [*args, "--run.name", "whole"]).ok()
+    assert rows(whole) == before, "it is finished"
 
 
 def test_refused_resume_changes_nothing(server, script, finished):

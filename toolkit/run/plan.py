@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -221,6 +221,7 @@ class Plan:
         recut: see `toolkit.run.console.Progress`.
         follows_checkpoint: whether a run that resumes takes over schedule and length of the checkpoint; otherwise it
             keeps those of this command (`run.resume_schedule`).
+        settings: those that length and schedule follow from, see `schedule_settings`.
     """
 
     sampler: EpochSampler
@@ -237,6 +238,7 @@ class Plan:
     recut: int = 0
     eval_only: bool = False
     follows_checkpoint: bool = True
+    settings: dict = field(default_factory=dict)
 
     kept_in_rollback = True  # the data go on after the window that broke
 
@@ -432,6 +434,7 @@ class Plan:
             "schedule": self.schedule.state_dict(),
             "budget": None if self.budget is None else self.budget.state_dict(),
             "without_own_rates": self._steps_without_own_rates,
+            "settings": self.settings,
         }
 
     def load_state_dict(self, state: Mapping) -> None:

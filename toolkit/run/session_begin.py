@@ -16,7 +16,16 @@ from toolkit.run.launcher import ResolvedExecution
 from toolkit.run.metrics_log import repair_rows
 from toolkit.run.open_run import script_of
 from toolkit.run.saving import restore_checkpoint
-from toolkit.run.settings_file import ABOUT_STARTING, CONFIG_FILE, Change, changes, in_force, next_config, save_config
+from toolkit.run.settings_file import (
+    ABOUT_STARTING,
+    CONFIG_FILE,
+    Change,
+    changes,
+    in_force,
+    next_config,
+    save_config,
+    schedule_settings,
+)
 from toolkit.run.training import Training
 from toolkit.run.validation import check_metric, evaluate, save_and_evaluate, warn_of_crowds
 from toolkit.run.writer import RunDescription, RunWriter, data_facts, tracker_names
@@ -37,8 +46,9 @@ def begin(s: Any, t: Training, execution: ResolvedExecution, table: DetectionTab
             s.say(warning)
         warn_of_crowds(t)
     settings = _settings_used(s.config, t.detector, execution)
-    changed = _changes(s, settings)
+    changed = _changes(s, t, settings)
     settings = in_force(settings, changed)
+    t.plan.settings = schedule_settings(settings)
     check_metric(t)
     if run.probe_memory:
         _probe_memory(t, s.config.data.batch_size_per_device)
@@ -66,14 +76,22 @@ def _settings_used(config: Any, detector: Detector, execution: ResolvedExecution
     return settings
 
 
-def _changes(s: Any, settings: dict[str, dict]) -> list[Change]:
-    """Return what `settings` change of those that the checkpoint was trained with; without a checkpoint nothing."""
+def _changes(s: Any, t: Training, settings: dict[str, dict]) -> list[Change]:
+    """Return what `settings` change of those that the checkpoint was trained with; without a checkpoint nothing.
+
+    A command with a new schedule that is repeated after a kill goes on with the schedule of the checkpoint, its own.
+    """
     if not s.stored:
         return []
     with s.checkpoint.reading("plan") as plan:
         is_measured = plan["budget"] is None or plan["budget"]["settled"]
+        of_schedule = plan.get("settings", {})  # an earlier toolkit kept none
+    if of_schedule == schedule_settings(settings):
+        t.plan.follows_checkpoint = True
+    # The newest settings of the run may be those of a start that was killed before it saved.
+    stored = {group: entries | of_schedule.get(group, {}) for group, entries in s.stored.items()}
     asked = settings | {"run": settings["run"] | {"seed": s.asked_seed}}
-    changed = changes(s.stored, asked, s.config.run.resume_schedule == "saved", minutes_count=not is_measured)
+    changed = changes(stored, asked, t.plan.follows_checkpoint, minutes_count=not is_measured)
     if s.config.run.eval_only:  # no update will be made
         changed = [change for change in changed if not change.key.startswith(("optim.", "schedule.", "data.tile"))]
     return changed

@@ -66,7 +66,7 @@ class RunConfig:
     the path of a checkpoint or run."""
     resume_schedule: Literal["saved", "new"] = "saved"
     """Learning rate schedule and training length after a resume: those of the checkpoint (saved) or those of this
-    command (new)."""
+    command (new). The same command, repeated after a kill, goes on with what it began."""
     tracker: list[str] | str = "none"
     """Experiment trackers that also receive rows and pictures: none, wandb, tensorboard, another one that Accelerate
     supports, or a list of them."""

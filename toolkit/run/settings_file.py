@@ -252,6 +252,18 @@ _REFUSED = {"optim.name", "model.architecture"}
 _ROWS = {"data.tile", "data.tile_overlap", "data.tile_visible", "data.tile_empty"}  # of the data that training counts
 
 
+def schedule_settings(settings: Mapping) -> dict[str, dict]:
+    """Return the groups of settings with those alone that `run.resume_schedule` is about, as JSON values."""
+    found = {}
+    for group, entries in json.loads(json.dumps(settings)).items():
+        found[group] = {key: value for key, value in entries.items() if _is_of_schedule(f"{group}.{key}")}
+    return found
+
+
+def _is_of_schedule(name: str) -> bool:
+    return name in _LENGTH or name in _SAVED or name.startswith("schedule.")
+
+
 @dataclass(frozen=True)
 class Change:
     """A setting that differs between this start and the run so far.
@@ -314,7 +326,7 @@ def _verdict(name: str, keep_schedule: bool, minutes_count: bool) -> tuple[str, 
         return "used", ""
     if keep_schedule and name in _LENGTH:
         return "ignored", f"the length is the checkpoint's; {new}"
-    if keep_schedule and (name in _SAVED or name.startswith("schedule.")):
+    if keep_schedule and _is_of_schedule(name):
         return "ignored", f"the checkpoint's stays in use; {new}"
     return "used", ""
 
