@@ -42,13 +42,13 @@ def choose(options: argparse.Namespace, rest: list[str]) -> None:
     out = (options.out or Path("runs") / f"choice_{name}").expanduser().absolute()
     metric = options.metric or ("segm_AP" if options.masks else "AP")
     asked = {key: value for key, value in vars(options).items() if key not in ("out", "devices")}
-    asked |= {"devices": len(options.devices), "rest": rest}
+    asked |= {"metric": metric, "devices": len(options.devices), "rest": rest}
     out.mkdir(parents=True, exist_ok=True)
     say = partial(print, flush=True)
     with locked(out / ".lock", wait=False) as is_free, StopSignals() as signals:
         if not is_free:
             raise BadInput(f"--out {out}: another choose.py is at work in it; wait for it, or give another --out")
-        choice = open_choice(out, asked, partial(find_candidates, options, rest), metric)
+        choice = open_choice(out, asked, partial(find_candidates, options, rest))
         run_rounds(choice, options.devices, signals, say)
         text, page = write_answer(choice)
         say(f"\n{text}\n\nwrote {page}")

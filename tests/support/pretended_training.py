@@ -48,7 +48,6 @@ class PretendedRun:
     def poll(self) -> int:
         if self.skill != "fail":
             self._write_predictions()
-            self._write_checkpoint()
             self._write_records()
         return 0
 
@@ -64,19 +63,10 @@ class PretendedRun:
             data={"source": annotations},
         )
 
-    def _write_checkpoint(self) -> None:
-        checkpoint = self.folder / "checkpoints" / "step_000009"
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        latest = checkpoint.with_name("latest")
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(checkpoint.name)
-        budget = {"max_minutes": self.minutes, "elapsed_s": 60 * self.minutes}
-        state = {"parts": {"plan": {"budget": budget}}}
-        (checkpoint / "state.json").write_text(json.dumps(state))
-
     def _write_records(self) -> None:
         model = {"architecture": "ssd", "backbone": "resnet18", "pretrained_backbone": False}
-        (self.folder / "config.yaml").write_text(json.dumps({"model": model}))
+        settings = {"model": model, "run": {"max_minutes": self.minutes}}
+        (self.folder / "config.yaml").write_text(json.dumps(settings))
         (self.folder / "status.json").write_text('{"state": "done", "step": 9}')
 
     state = "failed"

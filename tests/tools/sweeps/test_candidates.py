@@ -56,7 +56,6 @@ def test_without_a_gpu_the_small_detectors_are_compared(shapes):
         assert (ROOT / words[0]).is_file()
         assert setting(words, "config").endswith("own_data_cpu.yaml")
         assert setting(words, "data.path") == str(shapes)
-        assert setting(words, "run.eval_every") == "0"
         assert "--data.workers=0" in words
 
 
@@ -66,7 +65,6 @@ def test_with_a_gpu_and_a_network_all_begin_with_trained_weights(shapes, monkeyp
     monkeypatch.setattr("toolkit.models.weights.pretrained.hub_answers", lambda: True)
     for words in found(shapes).values():
         assert setting(words, "config").endswith("own_data.yaml")
-        assert setting(words, "eval.early_stopping_patience") == "null"
 
 
 def test_given_files_are_compared_by_the_metric_asked_for(shapes, tmp_path):

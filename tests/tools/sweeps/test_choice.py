@@ -17,7 +17,6 @@ from toolkit.base.signals import StopSignals
 from toolkit.tools.report.judgement import judge
 from toolkit.tools.shapes import make_shapes
 from toolkit.tools.sweeps import choice as choices
-from toolkit.tools.sweeps.candidates import MINUTES_ALONE
 from toolkit.tools.sweeps.choice import Choice, open_choice, run_rounds, stopping
 from toolkit.tools.watch import WatchedRun
 
@@ -44,8 +43,8 @@ def begin(tmp_path, shapes, monkeypatch):
     monkeypatch.setattr(choices, "POLL_S", 0)
 
     def begin(skills=SKILLS, devices=("",), metric="AP", folder="out", minutes=2.0, said=None):
-        asked = {"minutes": minutes, "devices": len(devices)}
-        choice = open_choice(tmp_path / folder, asked, lambda: words_of(skills), metric)
+        asked = {"metric": metric, "minutes": minutes, "devices": len(devices)}
+        choice = open_choice(tmp_path / folder, asked, lambda: words_of(skills))
         run_rounds(choice, devices, StopSignals(), [].append if said is None else said.append)
         return choice
 
@@ -61,13 +60,16 @@ def test_the_worse_half_stops_and_the_others_go_on_with_more_minutes(begin):
     assert first["stays"] == ["best", "good"]
     assert last["minutes"] == 0.25 + 2.0 / 2 / 2
     assert list(last["values"]) == ["best", "good"]
-    assert choice.failed == {"broken": "error: it cannot"}
+    assert choice.failed == ["broken"]
     assert "broken has failed and is left out:\nerror: it cannot" in said
     assert sum(line.startswith("best: AP 0.") for line in said) == 2
     assert sum(line.startswith("best trains; its console is ") for line in said) == 2
-    schedules = [given["run.resume_schedule"] for given, _ in PretendedRun.started["best"]]
-    assert schedules == ["new", "new"]
+    minutes = [float(given["run.max_minutes"]) for given, _ in PretendedRun.started["best"]]
+    assert minutes == [first["minutes"], last["minutes"]]
     assert len(PretendedRun.started["poor"]) == 1
+    for given, _ in PretendedRun.started["best"]:
+        assert given["run.eval_every"] == "0"
+        assert given["eval.early_stopping_patience"] == given["eval.test_split"] == given["run.max_steps"] == "null"
 
 
 def test_two_trainings_at_a_time_are_on_two_devices(begin):
@@ -119,23 +121,25 @@ def test_killed_at_any_training_it_decides_alike(begin, monkeypatch, killed_at):
     assert begin().rounds == whole.rounds, "what is over is not begun again"
 
 
-def test_a_training_that_was_interrupted_keeps_its_schedule(begin, tmp_path):
-    begin()
+def test_a_training_that_was_interrupted_is_started_again(begin, tmp_path):
+    whole = begin()
     out = tmp_path / "out"
     content = json.loads((out / "choice.json").read_text())
     content["rounds"].pop()
     (out / "choice.json").write_text(json.dumps(content))
     (out / "best" / "status.json").write_text('{"state": "preempted"}')
-    begin()
-    given, _ = PretendedRun.started["best"][-1]
-    assert given["run.resume_schedule"] == "saved"
+    before = PretendedRun.started["best"][-1]
+    assert begin().rounds == whole.rounds
+    assert PretendedRun.started["best"][2:] == [before]
+    assert len(PretendedRun.started["good"]) == 2, "it was through"
 
 
 def test_a_signal_ends_it_in_words(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(PretendedRun, "poll", lambda self: None)
     signals = StopSignals()
     signals.received = signal.SIGTERM
-    choice = open_choice(tmp_path / "out", {"minutes": 1.0, "devices": 1}, lambda: words_of(SKILLS), "AP")
+    asked = {"metric": "AP", "minutes": 1.0, "devices": 1}
+    choice = open_choice(tmp_path / "out", asked, lambda: words_of(SKILLS))
     with pytest.raises(Preempted, match="SIGTERM.*the same command goes on"):
         run_rounds(choice, [""], signals, print)
 
@@ -164,7 +168,7 @@ def test_a_folder_holds_one_choice(begin, tmp_path):
 
 @pytest.mark.parametrize(("count", "rounds"), [(2, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
 def test_the_minutes_are_divided_evenly_among_rounds(tmp_path, count, rounds):
-    choice = Choice(tmp_path, {}, dict.fromkeys(map(str, range(count)), []), "AP", 60.0)
+    choice = Choice(tmp_path, {"minutes": 60.0, "devices": 1}, dict.fromkeys(map(str, range(count)), []))
     assert choice.num_rounds == rounds
     assert choice.minutes_of_each == pytest.approx(60 / rounds / count)
 
@@ -176,7 +180,6 @@ def commands_of_two_seeds(data) -> dict:
     for seed in ("1", "2"):
         more = {"--run.seed": seed, "--run.save_every": 2, "--data.batch_size_per_device": 8}
         words = [SUPPORT / "with_clock.py", ssd.path, *small_settings(ssd, data, more)]
-        words += [f"--{key}={value}" for key, value in MINUTES_ALONE.items()]
         commands[f"seed_{seed}"] = [str(word) for word in words]
     return commands
 
@@ -208,8 +211,8 @@ def test_trainings_killed_in_each_round_go_on_to_the_same_bits(tmp_path, monkeyp
     commands = commands_of_two_seeds(tmp_path / "shapes")
 
     def choose(name):
-        asked = {"minutes": 0.2, "devices": 1}
-        choice = open_choice(tmp_path / name, asked, lambda: commands, "AR100")
+        asked = {"metric": "AR100", "minutes": 0.2, "devices": 1}
+        choice = open_choice(tmp_path / name, asked, lambda: commands)
         run_rounds(choice, [""], StopSignals(), print)
         return choice
 

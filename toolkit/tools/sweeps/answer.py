@@ -4,6 +4,7 @@ The page is the comparison of runs (`toolkit.tools.report`), with the answer at 
 """
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -16,7 +17,6 @@ from toolkit.base.errors import BadInput
 from toolkit.base.files import shown_path
 from toolkit.run.metrics_log import read_metrics
 from toolkit.run.open_run import may_be_of_hub
-from toolkit.run.settings import RunConfig
 from toolkit.run.settings_file import newest_config, read_settings
 from toolkit.run.status import read_status
 from toolkit.tools.export.judge import latency, write_and_check
@@ -24,12 +24,11 @@ from toolkit.tools.export.request import EXPORTED_FILES, ExportRequest
 from toolkit.tools.predict.open import open_own_detector, open_predictor
 from toolkit.tools.report.charts import ChartLine, LineChart
 from toolkit.tools.report.comparison import paired_difference
-from toolkit.tools.report.facts import command_that_goes_on
 from toolkit.tools.report.judgement import Judgement
-from toolkit.tools.report.page import Html, charts, number, paragraph, table, with_interval
+from toolkit.tools.report.page import charts, number, paragraph, table, with_interval
 from toolkit.tools.report.write import write_comparison
-from toolkit.tools.sweeps.candidates import MINUTES_ALONE, PRIOR
-from toolkit.tools.sweeps.choice import Choice, judgement_of, may_be_of_seed
+from toolkit.tools.sweeps.candidates import PRIOR
+from toolkit.tools.sweeps.choice import Choice, flags_of, judgement_of, may_be_of_seed
 
 IMAGES_OF_EXPORT = 4  # that an exported file is compared on
 WORTH = 0.01  # of the metric, that a doubling of the minutes must bring
@@ -40,17 +39,15 @@ def write_answer(choice: Choice) -> tuple[str, Path]:
     """Write the page on a choice whose rounds are over; return the answer as text, and the page."""
     best_first = dict.fromkeys(name for of_round in choice.rounds[::-1] for name in of_round["values"])
     judged = [judgement_of(choice, name) for name in best_first if name not in choice.failed]
-    winner = judged[0].name
     measured = {judgement.name: measure(choice.folder / judgement.name, judgement.table) for judgement in judged}
     sentences = answer(choice, judged)
-    more, command = go_on(choice, winner)
+    more, command = go_on(choice, judged[0].name)
     shown = "".join(map(paragraph, [*sentences, more])) + f"<pre>{escape(command)}</pre>"
     head = [
         ("answer", "Answer", f"<div class=advice>{shown}</div>"),
         ("candidates", "Candidates", _candidates(choice, judged, measured)),
-        ("rounds", "Rounds", _rounds(choice)),
     ]
-    page = write_comparison(choice.folder, judged, f"Which detector? {winner}", head)
+    page = write_comparison(choice.folder, judged, f"Which detector? {judged[0].name}", head)
     return "\n".join([*sentences, more, command]), page
 
 
@@ -58,22 +55,21 @@ def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
     """Return sentences on the winner, the first of `judged`: its metric, whom it beats, and who may be as good."""
     winner = judged[0]
     last = choice.rounds[-1]
-    value = with_interval(last["values"][winner.name], last["intervals"][winner.name])
+    value = with_interval(winner.numbers[choice.metric], winner.intervals[choice.metric])
     sentences = [f"{winner.name}: {choice.metric} {value} after {last['minutes']:g} minutes of training."]
-    stopped = []
     for other in judged[1:]:
         difference = paired_difference(other, winner, choice.metric)
-        if other.name not in last["values"]:
-            stopped.append(other.name)
-        elif difference is not None:
-            open_end = ""
-            if expected(choice, other.name) > expected(choice, winner.name):
-                open_end = ", but its curve is steeper, so more minutes might change it"
-            elif difference.chance:
-                open_end = ", so this is not decided yet"
-            elif may_be_of_seed(last["values"][other.name], last["values"][winner.name]):
-                open_end = "; another seed might change it"
-            sentences.append(f"Against {other.name}, in the same minutes: {difference.in_words()}{open_end}.")
+        if other.name not in last["values"] or difference is None:
+            continue
+        open_end = ""
+        if expected(choice, other.name) > expected(choice, winner.name):
+            open_end = ", but its curve is steeper, so more minutes might change it"
+        elif difference.chance:
+            open_end = ", so this is not decided yet"
+        elif may_be_of_seed(last["values"][other.name], last["values"][winner.name]):
+            open_end = "; another seed might change it"
+        sentences.append(f"Against {other.name}, in the same minutes: {difference.in_words()}{open_end}.")
+    stopped = [judgement.name for judgement in judged if judgement.name not in last["values"]]
     if stopped:
         why = "worse in an earlier round, which chance does not explain"
         sentences.append(f"Stopped, as they were {why}: {', '.join(stopped)}.")
@@ -84,23 +80,16 @@ def answer(choice: Choice, judged: Sequence[Judgement]) -> list[str]:
 
 def go_on(choice: Choice, name: str) -> tuple[str, str]:
     """Return a sentence on how long the winner is worth training, by the slope of its curve, and the command for it."""
-    minutes = choice.rounds[-1]["minutes"]
     gain = gain_of_doubling(choice, name)
-    times = doublings_worth(gain)
-    folder = choice.folder / name
     last = f"Between the last two rounds, a doubling of its minutes brought {gain:+.3f} {choice.metric}."
+    times = doublings_worth(gain)
     if not times:
-        words = ["python", "scripts/predict.py", shown_path(folder), "photo.jpg", "--out", "found"]
+        words = ["python", "scripts/predict.py", shown_path(choice.folder / name), "photo.jpg", "--out", "found"]
         return f"{last} More minutes are hardly worth it; it predicts with:", " ".join(words)
-    minutes *= 2**times
-    flags = ["--run.resume", "latest", "--run.resume_schedule", "new", "--run.max_minutes", f"{minutes:g}"]
-    flags += ["--run.eval_every", str(RunConfig.eval_every)]
-    words = choice.candidates[name]
-    test_split = words[words.index("--eval.test_split") + 1]  # of the data; that of the candidates, null, comes last
-    if test_split != MINUTES_ALONE["eval.test_split"]:
-        flags += ["--eval.test_split", test_split]
-    worth = f"If each further one brings half of the one before, {minutes:g} minutes in all are worth it:"
-    return f"{last} {worth}", command_that_goes_on(flags, words, newest_config(folder))
+    minutes = math.ceil(choice.rounds[-1]["minutes"] * 2**times)
+    worth = f"If each further one brings half of the one before, {minutes} minutes in all are worth it:"
+    command = ["accelerate", "launch", *choice.candidates[name], *flags_of(choice, name, minutes)]
+    return f"{last} {worth}", shlex.join(command)
 
 
 def gain_of_doubling(choice: Choice, name: str) -> float:
@@ -161,59 +150,51 @@ def licence_of(model: Mapping) -> str:
 
 
 def _candidates(choice: Choice, judged: Sequence[Judgement], measured: Mapping[str, Mapping]) -> str:
-    """Return HTML with a table of the candidates, and a chart of the metric against speed."""
+    """Return HTML with a table of the candidates, and charts of the metric against minutes and against speed."""
     rows = []
-    lines = []
-    prefix = "segm_" if choice.metric.startswith("segm_") else ""
-    metrics = dict.fromkeys((choice.metric, f"{prefix}AP", f"{prefix}AP50", f"{prefix}APs"))
+    of_minutes = []
+    of_speed = []
     for i, judgement in enumerate(judged):
-        folder = choice.folder / judgement.name
-        of_it = measured[judgement.name]
-        of_classes = judgement.class_ap if judgement.class_mask_ap is None else judgement.class_mask_ap
-        worst = "–"
-        if np.isfinite(of_classes).any():
-            label = int(np.nanargmin(of_classes))
-            worst = f"{judgement.matches.class_names[label]} {of_classes[label]:.3f}"
-        values = []
-        for key in metrics:
-            value = with_interval(judgement.numbers[key], judgement.intervals[key])
-            values.append(Html(value.replace(" to ", "&nbsp;to&nbsp;")))
-        trained = f"{_minutes(choice, judgement.name):g}, {read_status(folder).get('step', 0):,}"
-        speeds = [number(of_it.get(key), 1) for key in ("PyTorch", "ONNX")]
-        sizes = ", ".join(number(of_it.get(key), 0) for key in ("MB", "training_MB"))
-        licence = licence_of(read_settings(newest_config(folder))["model"])
-        rows.append((judgement.name, *values, worst, trained, *speeds, sizes, licence))
-        lines.append(ChartLine(judgement.name, [of_it["PyTorch"]], [judgement.numbers[choice.metric]], i, dots=True))
-    head = ["", *metrics, "worst class", "minutes, steps", "images/s, PyTorch", "ONNX", "MB"]
+        name = judgement.name
+        of_it = measured[name]
+        value = judgement.numbers[choice.metric]
+        rounds = [of_round for of_round in choice.rounds if name in of_round["values"]]
+        minutes = [of_round["minutes"] for of_round in rounds]
+        of_minutes.append(ChartLine(name, minutes, [of_round["values"][name] for of_round in rounds], i, dots=True))
+        of_speed.append(ChartLine(name, [of_it["PyTorch"]], [value], i, dots=True))
+        run = choice.folder / name
+        rows.append(
+            (
+                name,
+                with_interval(value, judgement.intervals[choice.metric]),
+                _worst_class(judgement),
+                f"{minutes[-1]:g}, {read_status(run).get('step', 0):,}",
+                *(number(of_it.get(key), 1) for key in ("PyTorch", "ONNX")),
+                ", ".join(number(of_it.get(key), 0) for key in ("MB", "training_MB")),
+                licence_of(read_settings(newest_config(run))["model"]),
+            )
+        )
+    head = ["", choice.metric, "worst class", "minutes, steps", "images/s, PyTorch", "ONNX", "MB", "licence"]
     notes = [f"{name} has no ONNX file: {of_it['obstacle']}" for name, of_it in measured.items() if "obstacle" in of_it]
     device = default_device().type
-    notes.append(
+    notes += [
         f"images/s: one image at a time, from pixels to boxes, on this machine ({device}; ONNX on its CPU). "
-        "MB: the file of the weights, and the peak of its training. Licence: of the weights that training began with."
-    )
-    speed = LineChart(f"{choice.metric} against speed", lines, "images/s in PyTorch", (0, None), (0, None))
-    shown = table([*head, "licence"], rows, text=(0, len(metrics) + 1, len(head)))
-    return shown + "".join(paragraph(note, "dim") for note in notes) + charts([speed])
-
-
-def _minutes(choice: Choice, name: str) -> float:
-    return max(of_round["minutes"] for of_round in choice.rounds if name in of_round["values"])
-
-
-def _rounds(choice: Choice) -> str:
-    """Return HTML with a table of what each round has decided."""
-    rows = []
-    for i, of_round in enumerate(choice.rounds, 1):
-        for name, value in of_round["values"].items():
-            goes_on = "goes on" if name in of_round["stays"] else "stops"
-            goes_on = "" if i == len(choice.rounds) else goes_on
-            rows.append(
-                (i, f"{of_round['minutes']:g}", name, with_interval(value, of_round["intervals"][name]), goes_on)
-            )
-    text = (
+        "MB: the file of the weights, and the peak of its training. Licence: of the weights that training began with.",
         "After a round, the worse half stops, except those whose difference from the best may be chance: that of the "
         "images, or that of the seed, which may take a third from a short training. Equal numbers are decided by the "
         f"order of the candidates: what was better on public data sets first ({PRIOR}). The validation images have "
-        "chosen the winner, so its numbers are a little too good; those of a test split are not."
-    )
-    return table(["round", "minutes", "", choice.metric, ""], rows, text=(2, 4)) + paragraph(text, "dim")
+        "chosen the winner, so its numbers are a little too good; those of a test split are not.",
+    ]
+    minutes = LineChart(f"{choice.metric} after each round", of_minutes, "minutes", (0, None), (0, None))
+    speed = LineChart(f"{choice.metric} against speed", of_speed, "images/s in PyTorch", (0, None), (0, None))
+    shown = table(head, rows, text=(0, 2, 7))
+    return shown + "".join(paragraph(note, "dim") for note in notes) + charts([minutes, speed])
+
+
+def _worst_class(judgement: Judgement) -> str:
+    """Return the class of smallest AP, of masks where there are any, with its AP."""
+    ap = judgement.class_ap if judgement.class_mask_ap is None else judgement.class_mask_ap
+    if not np.isfinite(ap).any():
+        return "–"
+    label = int(np.nanargmin(ap))
+    return f"{judgement.matches.class_names[label]} {ap[label]:.3f}"

@@ -25,14 +25,6 @@ from toolkit.tools.watch import resolved_settings
 SCRIPTS = (WITH_MASKS, "train_detr", "train_ssd", "train_yolov3")
 PRIOR = "docs/results.md, Against other programs"
 OF_MASKS = ROOT / "configs" / "detr" / "own_data_masks.yaml"
-# The minutes alone end a training, and it is evaluated where they end: see `toolkit.tools.sweeps.choice`.
-MINUTES_ALONE = {
-    "run.epochs": "1000000",
-    "run.max_steps": "null",
-    "run.eval_every": "0",
-    "eval.early_stopping_patience": "null",
-    "eval.test_split": "null",
-}
 
 
 def find_candidates(options: argparse.Namespace, more: Sequence[str]) -> dict[str, list[str]]:
@@ -67,11 +59,10 @@ def find_candidates(options: argparse.Namespace, more: Sequence[str]) -> dict[st
     if len(commands) < 2:
         raise BadInput(_too_few(commands, reasons, options))
     settings = all_faults(*[partial(resolved_settings, Path(words[0]), words[1:]) for words in commands])
-    last = [word for key, value in MINUTES_ALONE.items() for word in (f"--{key}", value)]
     found = {}
     for name, words, each in zip(_names(commands, settings), commands, settings, strict=True):
         best = _metric_for_best(each["eval"]["metric_for_best"], options.metric)
-        found[name] = [*words, *last, "--eval.metric_for_best", best]
+        found[name] = [*words, "--eval.metric_for_best", best]
     return found
 
 

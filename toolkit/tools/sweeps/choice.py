@@ -16,16 +16,16 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 from toolkit.base.errors import BadInput, Preempted
-from toolkit.base.files import read_json, read_json_object, shown_path, write_json_atomic
+from toolkit.base.files import read_json, shown_path, write_json_atomic
 from toolkit.base.signals import StopSignals
 from toolkit.evaluation.predictions import PREDICTIONS
-from toolkit.run.checkpoint import linked
-from toolkit.run.checkpoint_content import STATE_FILE
+from toolkit.run.settings_file import newest_config, read_settings
 from toolkit.run.status import read_status
 from toolkit.tools.predict.predict_split import SplitOptions, open_predictions_file
 from toolkit.tools.report.comparison import MetricDifference, paired_difference
@@ -36,6 +36,8 @@ from toolkit.tools.sweeps.locks import wait_until_free
 from toolkit.tools.watch import POLL_S, WatchedRun
 
 CHOICE_FILE = "choice.json"
+# In a round, nothing but the minutes ends a training, and it is evaluated where they end.
+OF_A_ROUND = "--run.max_steps=null --run.eval_every=0 --eval.early_stopping_patience=null --eval.test_split=null"
 # Share of the best's metric by which another seed alone may put a candidate behind: the standard deviations of short
 # trainings in docs/results.md, Starting weights, are up to a quarter of their AP.
 OF_SEEDS = 1 / 3
@@ -46,25 +48,22 @@ class Choice:
     """A choice among candidates, as its folder holds it.
 
     Attributes:
-        asked: what the command asked for, by name; the same command goes on.
+        asked: what the command asked for, by name; the same command goes on. `metric` decides, see `Judgement.numbers`;
+            `minutes` are those of training in all, on each device; `devices` is the number of trainings at a time.
         candidates: the words of the command that trains each candidate, from its script on, by name; the order decides
             between equal numbers.
-        metric: the metric that decides, such as "AP", see `Judgement.numbers`.
-        minutes: minutes of training in all, on each device.
-        devices: number of trainings at a time.
         rounds: the rounds that are over. Of each: `minutes` that a candidate has trained since its start, `values` of
-            the metric and its `intervals` by name, and the names that go on, `stays`, best first.
-        failed: last words of the candidates that have failed, by name.
+            the metric by name, best first, and the names that go on, `stays`.
     """
 
     folder: Path
     asked: dict
     candidates: dict[str, list[str]]
-    metric: str
-    minutes: float
-    devices: int = 1
     rounds: list[dict] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def metric(self) -> str:
+        return self.asked["metric"]
 
     @property
     def num_rounds(self) -> int:
@@ -77,11 +76,20 @@ class Choice:
         return self.rounds[-1]["stays"] if self.rounds else list(self.candidates)
 
     @property
+    def failed(self) -> list[str]:
+        """The names of the candidates that were to train in a round that is over, and did not."""
+        expected = [list(self.candidates), *(of_round["stays"] for of_round in self.rounds)]
+        names = []
+        for live, of_round in zip(expected, self.rounds, strict=False):
+            names += [name for name in live if name not in of_round["values"]]
+        return names
+
+    @property
     def minutes_of_each(self) -> float:
         """Minutes that each candidate has trained at the end of the present round, since its start."""
         before = self.rounds[-1]["minutes"] if self.rounds else 0.0
-        one_after_another = math.ceil(len(self.live) / self.devices)
-        return before + self.minutes / self.num_rounds / one_after_another
+        one_after_another = math.ceil(len(self.live) / self.asked["devices"])
+        return before + self.asked["minutes"] / self.num_rounds / one_after_another
 
     def save(self) -> None:
         """Write `choice.json`."""
@@ -90,10 +98,8 @@ class Choice:
         write_json_atomic(self.folder / CHOICE_FILE, content)
 
 
-def open_choice(folder: Path, asked: Mapping, find: Callable[[], dict[str, list[str]]], metric: str) -> Choice:
-    """Open the choice in a folder, or begin it with the candidates that `find` returns.
-
-    asked, metric: see `Choice`; `asked` has `minutes` and `devices`.
+def open_choice(folder: Path, asked: Mapping, find: Callable[[], dict[str, list[str]]]) -> Choice:
+    """Open the choice in a folder, or begin it with the candidates that `find` returns. asked: see `Choice`.
 
     Raises:
         BadInput: the folder holds a choice that something else was asked for, or is damaged; or see `find`.
@@ -101,7 +107,7 @@ def open_choice(folder: Path, asked: Mapping, find: Callable[[], dict[str, list[
     path = folder / CHOICE_FILE
     asked = json.loads(json.dumps(asked, default=str))
     if not path.exists():
-        choice = Choice(folder, asked, find(), metric, asked["minutes"], asked["devices"])
+        choice = Choice(folder, asked, find())
         folder.mkdir(parents=True, exist_ok=True)
         choice.save()
         return choice
@@ -136,7 +142,7 @@ def run_rounds(choice: Choice, devices: Sequence[str], signals: StopSignals, say
         if not any(judgement.numbers[choice.metric] for judgement in judged):
             raise BadInput(
                 f"after {choice.minutes_of_each:g} minutes each, no candidate has found anything ({choice.metric} 0):"
-                f" give more than --minutes {choice.minutes:g}, and another --out"
+                f" give more than --minutes {choice.asked['minutes']:g}, and another --out"
             )
         _end_round(choice, judged, say)
 
@@ -151,7 +157,6 @@ def _end_round(choice: Choice, judged: Sequence[Judgement], say: Callable[[str],
     of_round = {
         "minutes": choice.minutes_of_each,
         "values": {judgement.name: judgement.numbers[choice.metric] for judgement in ranked},
-        "intervals": {judgement.name: list(judgement.intervals[choice.metric]) for judgement in ranked},
         "stays": [judgement.name for judgement in ranked if judgement.name not in worse],
     }
     choice.rounds.append(of_round)
@@ -183,86 +188,80 @@ def _train_round(
     choice: Choice, devices: Sequence[str], signals: StopSignals, say: Callable[[str], None]
 ) -> list[Judgement]:
     """Train all candidates of the present round to its end, and return the statistics of those that have not failed."""
-    judged = {}
-    waiting = []
-    for name in choice.live:
-        if name in choice.failed:
-            continue
-        if is_through(choice, name):
-            _note(choice, name, judged, say)
-        else:
-            waiting.append(name)
-    running: dict[str, tuple[str, WatchedRun]] = {}
-    with ExitStack() as at_end:
-        while waiting or running:
-            free = [device for device in devices if device not in running]
-            for device in free[: len(waiting)]:
-                name = waiting.pop(0)
-                run = _start(choice, name, device, signals)
-                say(f"{name} trains; its console is {shown_path(run.output)}")
-                running[device] = name, run
-                at_end.callback(run.stop)  # where this program ends first; it saves
-            ended = [device for device, (_, run) in running.items() if run.process.poll() is not None]
-            for device in ended:
-                name, run = running.pop(device)
-                if is_through(choice, name):
-                    _note(choice, name, judged, say)
-                elif run.state == "preempted" or signals.received:
-                    raise Preempted(f"{name} was stopped, and has saved; the same command goes on")
-                else:
-                    _drop(choice, name, run.last_words(), say)
-            if signals.received:
-                raise Preempted(f"{signals.name}: the trainings have saved; the same command goes on")
-            time.sleep(POLL_S)
-    return [judged[name] for name in choice.live if name in judged]
+    free = SimpleQueue()
+    for device in devices:
+        free.put(device)
+
+    def train(name: str) -> Judgement | None:
+        device = free.get()
+        try:
+            return _train(choice, name, device, signals, say)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        judged = list(pool.map(train, choice.live))
+    if signals.received:
+        raise Preempted(f"{signals.name}: the trainings have saved; the same command goes on")
+    return [judgement for judgement in judged if judgement is not None]
 
 
-def _start(choice: Choice, name: str, device: str, signals: StopSignals) -> WatchedRun:
-    """Start the training of a candidate to the end of the present round, or go on with it."""
+def _train(
+    choice: Choice, name: str, device: str, signals: StopSignals, say: Callable[[str], None]
+) -> Judgement | None:
+    """Train a candidate to the end of the present round, and return its statistics; None if it fails, or if a signal
+    arrives."""
     folder = choice.folder / name
-    wait_until_free(folder, signals)
-    is_of_round = _budget(folder).get("max_minutes") == choice.minutes_of_each
+    output = choice.folder / "logs" / f"{name}.txt"
+    if not is_through(choice, name):
+        wait_until_free(folder, signals)
+        if signals.received:
+            return None
+        say(f"{name} trains; its console is {shown_path(output)}")
+        flags = [*OF_A_ROUND.split(), *flags_of(choice, name, choice.minutes_of_each)]
+        command = [sys.executable, *choice.candidates[name], *flags]
+        run = WatchedRun(command, folder, output, {"CUDA_VISIBLE_DEVICES": device} if device else {})
+        try:
+            while run.process.poll() is None and not signals.received:
+                time.sleep(POLL_S)
+        finally:
+            run.stop()  # it saves
+        if signals.received:
+            return None
+        if run.state == "preempted":
+            raise Preempted(f"{name} was stopped, and has saved; the same command goes on")
+        if not is_through(choice, name):
+            say(f"{name} has failed and is left out:\n{run.last_words()}")
+            return None
+    try:
+        judgement = judgement_of(choice, name)
+    except BadInput as error:
+        say(f"{name} is left out: {error}")
+        return None
+    value = with_interval(judgement.numbers[choice.metric], judgement.intervals[choice.metric])
+    say(f"{name}: {choice.metric} {value} at step {read_status(folder).get('step')}")
+    return judgement
+
+
+def flags_of(choice: Choice, name: str, minutes: float) -> list[str]:
+    """Return the flags that train a candidate on, until it has trained for `minutes` since its start."""
     settings = {
-        "run.output_dir": choice.folder,
+        "run.output_dir": shown_path(choice.folder),
         "run.name": name,
-        "run.max_minutes": choice.minutes_of_each,
         "run.resume": "latest",
-        "run.resume_schedule": "saved" if is_of_round else "new",
+        "run.resume_schedule": "new",
+        "run.max_minutes": minutes,
+        "run.epochs": 1_000_000,  # the minutes end it
     }
-    flags = [f"--{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, *choice.candidates[name], *flags]
-    environment = {"CUDA_VISIBLE_DEVICES": device} if device else {}
-    return WatchedRun(command, folder, choice.folder / "logs" / f"{name}.txt", environment)
+    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 def is_through(choice: Choice, name: str) -> bool:
     """Return whether a candidate has trained to the end of the present round."""
     folder = choice.folder / name
-    budget = _budget(folder)
-    minutes = choice.minutes_of_each
-    is_of_round = budget.get("max_minutes") == minutes
-    is_used_up = budget.get("elapsed_s", 0.0) >= 60 * minutes  # by a long last step of the round before
-    return read_status(folder).get("state") == "done" and (is_of_round or is_used_up)
-
-
-def _budget(folder: Path) -> dict:
-    """Return the state of `StepBudget` in the newest checkpoint of a run; an empty dict without a checkpoint."""
-    newest = linked(folder / "checkpoints", "latest")
-    if newest is None:
-        return {}
-    parts = read_json_object(newest / STATE_FILE).get("parts", {})
-    return parts.get("plan", {}).get("budget") or {}
-
-
-def _note(choice: Choice, name: str, judged: dict[str, Judgement], say: Callable[[str], None]) -> None:
-    """Judge a candidate that has trained to the end of the round; drop it if that is not possible."""
-    try:
-        judgement = judged[name] = judgement_of(choice, name)
-    except BadInput as error:
-        _drop(choice, name, str(error), say)
-        return
-    value = with_interval(judgement.numbers[choice.metric], judgement.intervals[choice.metric])
-    say(f"{name}: {choice.metric} {value} at step {read_status(choice.folder / name).get('step')}")
+    if read_status(folder).get("state") != "done":
+        return False
+    return read_settings(newest_config(folder))["run"]["max_minutes"] == choice.minutes_of_each
 
 
 def judgement_of(choice: Choice, name: str) -> Judgement:
@@ -276,10 +275,3 @@ def judgement_of(choice: Choice, name: str) -> Judgement:
     if judgement.numbers.get(choice.metric) is None:
         raise BadInput(f"{choice.metric} is undefined on {predicted.table.name}; choose by another --metric")
     return judgement
-
-
-def _drop(choice: Choice, name: str, words: str, say: Callable[[str], None]) -> None:
-    """Record that a candidate has failed."""
-    choice.failed[name] = words
-    choice.save()
-    say(f"{name} has failed and is left out:\n{words}")
