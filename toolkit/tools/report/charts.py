@@ -111,6 +111,7 @@ class LineChart:
                 "--" if line.dashed else "-",
                 marker=marker,
                 markersize=3,
+                clip_on=line.faint or marker is None,  # a dot on the edge is shown whole
                 **style,
             )
             if line.faint:
