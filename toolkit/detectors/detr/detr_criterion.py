@@ -250,7 +250,7 @@ class DetrCriterion(nn.Module):
     layer i adds the suffix `_i`.
 
     Args:
-        num_classes: object classes C; the logits have C + 1 columns, the last is no-object.
+        num_classes: object classes C; the logits have C + 1 columns, the last one means no object.
         num_layers: decoder layers that get a loss (1 without auxiliary losses).
         eos_coef: weight of the no-object class.
         matching_costs: weights of class, box L1 and GIoU in the matching cost.

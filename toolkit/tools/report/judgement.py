@@ -125,7 +125,7 @@ class Judgement:
 
     @property
     def boxes_given(self) -> bool:
-        """Whether the detector was given the annotated boxes (predcls, sgcls), so that finding them is no merit."""
+        """Whether the detector was given the annotated boxes (predcls, sgcls), so that finding them proves nothing."""
         return self.graphs is not None and self.graphs.boxes_given
 
     @property
