@@ -199,6 +199,7 @@ def _train_round(
         finally:
             free.put(device)
 
+    # A training ends with the thread that started it, see `WatchedRun`; those of the pool live until all have ended.
     with ThreadPoolExecutor(len(devices)) as pool:
         judged = list(pool.map(train, choice.live))
     if signals.received:
