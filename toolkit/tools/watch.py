@@ -37,8 +37,8 @@ class WatchedRun:
         environment: environment variables in addition to those of this process.
         limit: function that is called in the new process before the command, for example to limit its memory.
 
-    When the calling process ends, for whatever reason, the training is ended too: on Linux, the system sends it
-    SIGTERM, so that it saves its state.
+    When the calling thread ends, for whatever reason, the training is ended too: on Linux, the system sends it SIGTERM,
+    so that it saves its state.
     """
 
     def __init__(
