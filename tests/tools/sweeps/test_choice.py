@@ -135,13 +135,19 @@ def test_a_training_that_was_interrupted_is_started_again(begin, tmp_path):
 
 
 def test_a_signal_ends_it_in_words(begin, tmp_path, monkeypatch):
-    monkeypatch.setattr(PretendedRun, "poll", lambda self: None)
     signals = StopSignals()
-    signals.received = signal.SIGTERM
+    stopped = []
+
+    def poll(run):
+        signals.received = signal.SIGTERM
+
+    monkeypatch.setattr(PretendedRun, "poll", poll)
+    monkeypatch.setattr(PretendedRun, "stop", lambda run: stopped.append(run.folder.name))
     asked = {"metric": "AP", "minutes": 1.0, "devices": 1}
     choice = open_choice(tmp_path / "out", asked, lambda: words_of(SKILLS))
     with pytest.raises(Preempted, match="SIGTERM.*the same command goes on"):
         run_rounds(choice, [""], signals, print)
+    assert stopped == list(PretendedRun.started) == ["poor"]
 
 
 @pytest.mark.parametrize(
