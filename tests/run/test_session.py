@@ -3,6 +3,8 @@
 import importlib
 import json
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,6 +19,7 @@ from toolkit.models.final import load_detector_folder
 from toolkit.run import session, session_begin, session_end, settings_check
 from toolkit.run.command_line import parse_config
 from toolkit.run.layers import COMMAND_LINE, Layer
+from toolkit.run.settings_file import schedule_settings
 from toolkit.run.training import Training
 from toolkit.step import execution
 from toolkit.tools.shapes import make_shapes
@@ -174,7 +177,27 @@ def test_nothing_changes_in_a_run_that_is_new():
     class New:
         stored = None
 
-    assert session_begin._changes(New, {"run": {"seed": 1}}) == []
+    assert session_begin._changes(New, None, {"run": {"seed": 1}}) == []
+
+
+@pytest.mark.parametrize(
+    ("asked_lr", "follows", "verdicts"),
+    [(0.1, False, []), (0.2, False, ["used"]), (0.2, True, ["ignored"])],
+)
+def test_changes_are_those_of_the_schedule_of_the_checkpoint(asked_lr, follows, verdicts):
+    """Whatever a start that was killed before it saved has written to the run folder."""
+
+    def settings(lr):
+        return {"run": {"seed": 1, "max_steps": 9}, "optim": {"lr": lr}}
+
+    plan = {"budget": None, "settings": schedule_settings(settings(0.1))}
+    checkpoint = SimpleNamespace(reading=lambda part: nullcontext(plan))
+    config = SimpleNamespace(run=SimpleNamespace(eval_only=False))
+    s = SimpleNamespace(stored=settings(0.2), checkpoint=checkpoint, asked_seed=1, config=config)
+    t = SimpleNamespace(plan=SimpleNamespace(follows_checkpoint=follows))
+    changed = session_begin._changes(s, t, settings(asked_lr))
+    assert [change.verdict for change in changed] == verdicts
+    assert t.plan.follows_checkpoint == (follows or asked_lr == 0.1)
 
 
 @pytest.mark.parametrize("divided_by", ["image", "", 1])
