@@ -185,10 +185,10 @@ def _candidates(choice: Choice, judged: Sequence[Judgement], measured: Mapping[s
         f"order of the candidates: what was better on public data sets first ({PRIOR}). The validation images have "
         "chosen the winner, so its numbers are a little too good; those of a test split are not.",
     ]
-    minutes = LineChart(f"{choice.metric} after each round", of_minutes, "minutes", (0, None), (0, None))
-    speed = LineChart(f"{choice.metric} against speed", of_speed, "images/s in PyTorch", (0, None), (0, None))
+    chart_of_minutes = LineChart(f"{choice.metric} after each round", of_minutes, "minutes", (0, None), (0, None))
+    chart_of_speed = LineChart(f"{choice.metric} against speed", of_speed, "images/s in PyTorch", (0, None), (0, None))
     shown = table(head, rows, text=(0, 2, 7))
-    return shown + "".join(paragraph(note, "dim") for note in notes) + charts([minutes, speed])
+    return shown + "".join(paragraph(note, "dim") for note in notes) + charts([chart_of_minutes, chart_of_speed])
 
 
 def _worst_class(judgement: Judgement) -> str:
