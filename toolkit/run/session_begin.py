@@ -79,7 +79,8 @@ def _settings_used(config: Any, detector: Detector, execution: ResolvedExecution
 def _changes(s: Any, t: Training, settings: dict[str, dict]) -> list[Change]:
     """Return what `settings` change of those that the checkpoint was trained with; without a checkpoint nothing.
 
-    A command with a new schedule that is repeated after a kill goes on with the schedule of the checkpoint, its own.
+    If schedule and length of the checkpoint are those of this command, set `t.plan.follows_checkpoint`: a command with
+    a new schedule that is repeated after a kill goes on with its own.
     """
     if not s.stored:
         return []

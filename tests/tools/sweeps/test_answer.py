@@ -63,6 +63,7 @@ def test_the_command_goes_on_for_as_long_as_is_worth_it(page):
     command = text.splitlines()[-1]
     assert command.startswith("accelerate launch scripts/train_ssd.py 1 --run.output_dir=")
     assert "--run.name=best --run.resume=latest --run.resume_schedule=new" in command
+    assert command.endswith(" --run.epochs=1000000 --run.max_steps=null"), "whatever length its settings file has"
     assert "--run.eval_every" not in command, "it is evaluated as its settings file says"
     minutes = int(re.search(r"max_minutes=(\d+)", command)[1])
     assert minutes >= 2 * choice.rounds[-1]["minutes"]

@@ -36,8 +36,8 @@ from toolkit.tools.sweeps.locks import wait_until_free
 from toolkit.tools.watch import POLL_S, WatchedRun
 
 CHOICE_FILE = "choice.json"
-# In a round, nothing but the minutes ends a training, and it is evaluated where they end.
-OF_A_ROUND = "--run.max_steps=null --run.eval_every=0 --eval.early_stopping_patience=null --eval.test_split=null"
+# In a round, a training is evaluated where its minutes end, and nothing else ends it.
+OF_A_ROUND = "--run.eval_every=0 --eval.early_stopping_patience=null --eval.test_split=null"
 # Share of the best's metric by which another seed alone may put a candidate behind: the standard deviations of short
 # trainings in docs/results.md, Starting weights, are up to a quarter of their AP.
 OF_SEEDS = 1 / 3
@@ -252,7 +252,8 @@ def flags_of(choice: Choice, name: str, minutes: float) -> list[str]:
         "run.resume": "latest",
         "run.resume_schedule": "new",
         "run.max_minutes": minutes,
-        "run.epochs": 1_000_000,  # the minutes end it
+        "run.epochs": 1_000_000,  # the minutes alone limit the length
+        "run.max_steps": "null",
     }
     return [f"--{key}={value}" for key, value in settings.items()]
 
